@@ -1,0 +1,517 @@
+"""The nouns of the system and the one Protocol through which everybody meets: read this page first.
+
+Rollout workers lease `RolloutTask`s and submit `SampleResult`s; trainers ask for `TrainBatch`es and announce
+`PolicyVersion`s; a view or a command line asks for `Status` and evaluations. Everybody pulls: the dataflow never
+calls anyone, so a worker or trainer in this process, another process or another region is the same code path.
+
+Invariants, asserted where the objects are made (`Sequence.check`) and relied upon everywhere else:
+
+* token in, token out: `Sequence.tokens` are the ids that were sampled; text is never tokenised again;
+* `loss_mask`, `logprobs` and `versions` have the length of `tokens`; a token is trained (mask true) only if it was
+  sampled, and then its log-probability is finite and <= 0 and its version >= 0;
+* a `PolicyVersion` never changes: (incarnation, model_id, version) names one set of weights for ever.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Protocol
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+FinishReason = Literal["stop", "length", "abort"]
+TrajectoryStatus = Literal["ok", "failed", "timed_out"]
+Purpose = Literal["train", "eval"]
+Phase = Literal["starting", "running", "evaluating", "finished"]
+Scalar = str | int | float | bool
+
+DTYPES = frozenset({"bool", "uint8", "int32", "int64", "float32", "float64"})
+
+
+class Array(msgspec.Struct, frozen=True, array_like=True):
+    """An n-dimensional array on the wire; `numpy()` is a view of the received bytes, without a copy."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: memoryview
+
+    @classmethod
+    def of(cls, values: NDArray[Any]) -> Array:
+        """Wrap a C-contiguous view of `values` (a copy only if it is not contiguous).
+
+        Raises:
+            ValueError: the dtype is not one of `DTYPES`.
+        """
+        if values.dtype.name not in DTYPES:
+            raise ValueError(f"dtype {values.dtype.name} cannot travel; use one of {sorted(DTYPES)}")
+        contiguous = np.ascontiguousarray(values)
+        data = contiguous.data.cast("B") if contiguous.size else memoryview(b"")
+        return cls(contiguous.dtype.name, tuple(values.shape), data)
+
+    def numpy(self) -> NDArray[Any]:
+        """A read-only view [shape] of dtype `dtype`.
+
+        Raises:
+            ValueError: the dtype is unknown or the number of bytes is not what dtype and shape say.
+        """
+        if self.dtype not in DTYPES or any(n < 0 for n in self.shape):
+            raise ValueError(f"malformed array: dtype {self.dtype!r}, shape {self.shape}")
+        view = np.frombuffer(self.data, dtype=self.dtype)
+        if view.size != int(np.prod(self.shape, dtype=np.int64)):
+            raise ValueError(f"malformed array: {view.size} values for shape {self.shape}")
+        view.flags.writeable = False
+        return view.reshape(self.shape)
+
+
+class Message(msgspec.Struct, frozen=True):
+    """One turn as people read it. `name` says which policy or tool spoke, where that is not plain from the role."""
+
+    role: str
+    content: str
+    name: str = ""
+
+
+class Prompt(msgspec.Struct, frozen=True):
+    """One problem. `id` is unique in its source; `reference` is the answer, never shown to a policy."""
+
+    id: str
+    source: str
+    messages: tuple[Message, ...]
+    reference: str = ""
+    metadata: dict[str, Scalar] = {}
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+    """How a policy samples. temperature 0 is greedy (evaluation only: its log-probabilities are taken at 1).
+
+    There is no top-p or top-k: the trainer's log-probabilities could not match them.
+    """
+
+    max_new_tokens: int = 64
+    temperature: float = 1.0
+
+
+class RolloutTask(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker leases: roll out `n_samples` trajectories of one prompt.
+
+    `task_id` is deterministic (source, epoch, index). `seed` + sample index seeds a sample. `deadline_s` counts
+    from the lease, in seconds, for the whole group. `versions` is the newest version of every policy at lease
+    time; the worker waits until its engines hold at least `min_versions` (evaluation, synchronous mode).
+    """
+
+    task_id: str
+    prompt: Prompt
+    workflow: str
+    n_samples: int
+    sampling: dict[str, Sampling]
+    seed: int
+    deadline_s: float
+    attempt: int = 0
+    purpose: Purpose = "train"
+    suite: str = ""
+    versions: dict[str, int] = {}
+    min_versions: dict[str, int] = {}
+
+
+class Sequence(msgspec.Struct, frozen=True, kw_only=True):
+    """One policy's contiguous token stream [L] in one trajectory.
+
+    tokens int32 [L]; loss_mask bool [L], true where the policy sampled; logprobs float32 [L], log p of the token
+    at `temperature` when it was sampled, 0 elsewhere; versions int32 [L], the policy version that sampled the
+    token, -1 elsewhere. `reward` None masks the sequence (an error is never a reward of 0).
+    """
+
+    model_id: str
+    role: str
+    tokens: Array
+    loss_mask: Array
+    logprobs: Array
+    versions: Array
+    temperature: float
+    finish_reason: FinishReason
+    reward: float | None = None
+
+    def check(self) -> None:
+        """Assert the invariants of the module's docstring.
+
+        Raises:
+            ValueError: naming the first one that does not hold.
+        """
+        tokens, mask = self.tokens.numpy(), self.loss_mask.numpy()
+        logprobs, versions = self.logprobs.numpy(), self.versions.numpy()
+        wanted = (("tokens", "int32"), ("loss_mask", "bool"), ("logprobs", "float32"), ("versions", "int32"))
+        for (name, dtype), array in zip(wanted, (tokens, mask, logprobs, versions), strict=True):
+            if array.dtype.name != dtype or array.shape != (tokens.size,):
+                raise ValueError(f"{name} is {array.dtype.name}{list(array.shape)}, wanted {dtype}[{tokens.size}]")
+        if tokens.size < 2:
+            raise ValueError(f"a sequence of {tokens.size} tokens has nothing to train")
+        if bool(np.any(tokens < 0)):
+            raise ValueError("negative token id")
+        if bool(mask[0]):
+            raise ValueError("the first token cannot be trained: nothing predicts it")
+        trained = logprobs[mask]
+        if not bool(np.all(np.isfinite(trained))) or bool(np.any(trained > 0)):
+            raise ValueError("log-probabilities of trained tokens must be finite and <= 0")
+        if bool(np.any(versions[mask] < 0)):
+            raise ValueError("a trained token has no version")
+        if self.reward is not None and not np.isfinite(self.reward):
+            raise ValueError(f"reward {self.reward} is not finite; use None for a sample that could not be scored")
+
+    @property
+    def oldest_version(self) -> int:
+        """The smallest version over the trained tokens; -1 if none is trained."""
+        versions = self.versions.numpy()[self.loss_mask.numpy()]
+        return int(versions.min()) if versions.size else -1
+
+
+class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
+    """One sample across policies: their sequences, the messages for people, and metrics (evaluation averages them)."""
+
+    sequences: tuple[Sequence, ...] = ()
+    messages: tuple[Message, ...] = ()
+    metrics: dict[str, float] = {}
+    status: TrajectoryStatus = "ok"
+    error: str = ""
+
+
+class SampleResult(msgspec.Struct, frozen=True, kw_only=True):
+    """One trajectory of a task as a worker submits it. `seconds` is from lease to submit."""
+
+    task_id: str
+    sample_index: int
+    attempt: int
+    worker_id: str
+    trajectory: Trajectory
+    seconds: float = 0.0
+
+
+class RolloutGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """The trajectories of a task by sample index, assembled in the dataflow; None where one failed or timed out."""
+
+    task: RolloutTask
+    trajectories: tuple[Trajectory | None, ...]
+
+
+class TrainSample(msgspec.Struct, frozen=True, kw_only=True):
+    """A sequence with the statistics of its (task, model_id) group, taken over trajectories.
+
+    `group_std` is unbiased, 0 for a group of one. `weight` multiplies its loss (importance correction).
+    """
+
+    sequence: Sequence
+    sample_id: str
+    group_id: str
+    group_mean: float
+    group_std: float
+    group_size: int
+    weight: float = 1.0
+    replayed: bool = False
+
+
+class TrainBatch(msgspec.Struct, frozen=True, kw_only=True):
+    """What one optimiser step of one policy consumes. `version` is the version it was cut at: training it makes
+    `version` + 1. Never empty."""
+
+    batch_id: str
+    model_id: str
+    version: int
+    samples: tuple[TrainSample, ...]
+
+
+class PolicyVersion(msgspec.Struct, frozen=True, kw_only=True):
+    """A published set of weights. `version` counts trained batches, 0 being the initial weights; `weights` is the
+    weightsync store's URL; `incarnation` is granted by `attach` and fences a trainer that was replaced."""
+
+    model_id: str
+    version: int
+    incarnation: int
+    weights: str
+    digest: str = ""
+
+
+# --- what workers say and hear -----------------------------------------------------------------------------------
+
+
+class Registration(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker's introduction. `capacity` is the samples it wants to run at once; `policies` those it serves."""
+
+    worker_id: str
+    pool: str
+    capacity: int
+    policies: tuple[str, ...]
+    region: str = "local"
+    gpus: float = 0.0
+    pid: int = 0
+
+
+class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Ask for up to `max_tasks` tasks, waiting at most `wait_s` seconds for the first."""
+
+    worker_id: str
+    max_tasks: int
+    wait_s: float = 5.0
+
+
+class LeaseReply(msgspec.Struct, frozen=True, kw_only=True):
+    """`finished`: the run needs no more rollouts, the worker may leave."""
+
+    tasks: tuple[RolloutTask, ...] = ()
+    finished: bool = False
+
+
+class SubmitRequest(msgspec.Struct, frozen=True, kw_only=True):
+    results: tuple[SampleResult, ...]
+
+
+class SubmitReply(msgspec.Struct, frozen=True, kw_only=True):
+    """`rejected` names what was malformed, one line each; duplicates and late results are counted, not errors."""
+
+    accepted: int
+    duplicates: int = 0
+    rejected: tuple[str, ...] = ()
+
+
+class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Figures of one worker since its last heartbeat, except `running` and `versions`, which are of now."""
+
+    running: int = 0
+    generated_tokens: int = 0
+    seconds: float = 0.0
+    versions: dict[str, int] = {}
+    pulled_full_bytes: int = 0
+    pulled_delta_bytes: int = 0
+    swap_pause_s: float = 0.0
+
+
+class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
+    """`tasks` are the task ids the worker still runs: their leases stay alive."""
+
+    worker_id: str
+    tasks: tuple[str, ...] = ()
+    stats: WorkerStats = WorkerStats()
+
+
+class HeartbeatReply(msgspec.Struct, frozen=True, kw_only=True):
+    """`cancel` are tasks nobody needs any more; `known` false asks the worker to register again."""
+
+    known: bool = True
+    cancel: tuple[str, ...] = ()
+    finished: bool = False
+
+
+class WatchRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Wait at most `wait_s` seconds until a policy has a version other than `known` (model_id -> version)."""
+
+    known: dict[str, int] = {}
+    wait_s: float = 10.0
+
+
+class Policies(msgspec.Struct, frozen=True, kw_only=True):
+    """The newest published version of every policy that has one."""
+
+    versions: tuple[PolicyVersion, ...] = ()
+
+
+# --- what trainers say and hear ----------------------------------------------------------------------------------
+
+
+class AttachRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A trainer takes charge of a policy at `version`, having consumed exactly `consumed` (batch ids, in order).
+
+    The trainer's checkpoint is the authority: those batches are committed, later ones are served again.
+    """
+
+    model_id: str
+    version: int = 0
+    consumed: tuple[str, ...] = ()
+
+
+class Attachment(msgspec.Struct, frozen=True, kw_only=True):
+    """The incarnation under which this trainer speaks; an older one is refused with `Fenced`. `steps` is how many
+    versions the run wants in all."""
+
+    incarnation: int
+    steps: int
+
+
+class BatchRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Ask for the batch that makes `version` + 1, waiting at most `wait_s` seconds."""
+
+    model_id: str
+    incarnation: int
+    version: int
+    wait_s: float = 10.0
+
+
+class BatchReply(msgspec.Struct, frozen=True, kw_only=True):
+    """`batch` None and not `finished`: nothing yet, ask again. `wait_s`: how long the trainer waited so far in all."""
+
+    batch: TrainBatch | None = None
+    finished: bool = False
+
+
+class CommitRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A checkpoint at `version` is durable: batches up to it need not be served again."""
+
+    model_id: str
+    incarnation: int
+    version: int
+
+
+class StepReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One optimiser step as the trainer saw it; `metrics` holds the trainer's own figures by name.
+
+    `wait_s` is time spent waiting for the batch, `step_s` from batch to new weights.
+    """
+
+    model_id: str
+    incarnation: int
+    version: int
+    batch_id: str
+    wait_s: float
+    step_s: float
+    metrics: dict[str, float]
+
+
+# --- what people and the run's driver ask ------------------------------------------------------------------------
+
+
+class EvaluateRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Start the evaluation `suites` (configured names) under `label`; idempotent by label.
+
+    The tasks are leased before training tasks, at `min_versions` of every policy.
+    """
+
+    label: str
+    suites: tuple[str, ...]
+    min_versions: dict[str, int] = {}
+
+
+class EvaluationQuery(msgspec.Struct, frozen=True, kw_only=True):
+    """Ask for an evaluation's state, waiting at most `wait_s` seconds for its end."""
+
+    label: str
+    wait_s: float = 10.0
+
+
+class MetricSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """Mean of a trajectory metric over `n` samples with its 95 % interval (Wilson for values in {0, 1}, else
+    normal)."""
+
+    mean: float
+    low: float
+    high: float
+    n: int
+
+
+class SuiteReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One suite's figures so far. A sample that failed or never came back counts as 0 in every metric and is
+    counted in `missing`. `examples` are a few trajectories to read."""
+
+    suite: str
+    done: int
+    total: int
+    missing: int
+    metrics: dict[str, MetricSummary]
+    versions: dict[str, int]
+    examples: tuple[Trajectory, ...] = ()
+
+
+class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
+    label: str
+    finished: bool
+    suites: tuple[SuiteReport, ...]
+
+
+class PolicyStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One policy now. Rewards are means over groups ingested in the window; staleness is of the last batch, in
+    versions; `wait_fraction` is waiting over step time in the window; `dropped` counts by reason
+    (zero_advantage, stale, overflow, failed, masked). `target_workers` is the balance report's wish."""
+
+    model_id: str
+    version: int
+    steps: int
+    incarnation: int = 0
+    buffered: int = 0
+    running: int = 0
+    reward_mean: float = 0.0
+    reward_nonzero: float = 0.0
+    wait_fraction: float = 0.0
+    staleness_mean: float = 0.0
+    staleness_max: int = 0
+    produced: int = 0
+    consumed: int = 0
+    dropped: dict[str, int] = {}
+    target_workers: int = 1
+    metrics: dict[str, float] = {}
+
+
+class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
+    worker_id: str
+    pool: str
+    capacity: int
+    alive: bool
+    running: int
+    tokens_per_s: float
+    versions: dict[str, int]
+    silent_s: float
+    pulled_full_bytes: int = 0
+    pulled_delta_bytes: int = 0
+    swap_pause_s: float = 0.0
+
+
+class Status(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything a person wants to see at one glance. `metrics` are means of the trajectories' own metrics over
+    the window; `example` is the newest trajectory."""
+
+    phase: Phase
+    policies: tuple[PolicyStatus, ...]
+    workers: tuple[WorkerStatus, ...]
+    leased: int = 0
+    pending_eval: int = 0
+    metrics: dict[str, float] = {}
+    example: Trajectory | None = None
+    error: str = ""
+
+
+class Control(msgspec.Struct, frozen=True, kw_only=True):
+    """Move the run: `running` opens training leases, `finished` sends workers and trainers home."""
+
+    phase: Phase
+
+
+class Empty(msgspec.Struct, frozen=True):
+    """Nothing to say, or a plain acknowledgement."""
+
+
+class Fenced(Exception):
+    """A trainer spoke under an incarnation that has been replaced: it must stop."""
+
+
+class RunFailed(Exception):
+    """The run cannot go on; the message says why, with figures (all groups dropped, every worker gone …)."""
+
+
+class DataflowService(Protocol):
+    """The dataflow as everybody sees it. Waiting calls return at the latest after their `wait_s`."""
+
+    # workers
+    async def register(self, request: Registration, /) -> Empty: ...
+    async def lease(self, request: LeaseRequest, /) -> LeaseReply: ...
+    async def submit(self, request: SubmitRequest, /) -> SubmitReply: ...
+    async def heartbeat(self, request: Heartbeat, /) -> HeartbeatReply: ...
+    async def watch(self, request: WatchRequest, /) -> Policies: ...
+
+    # trainers
+    async def attach(self, request: AttachRequest, /) -> Attachment: ...
+    async def next_batch(self, request: BatchRequest, /) -> BatchReply: ...
+    async def publish(self, request: PolicyVersion, /) -> Empty: ...
+    async def report(self, request: StepReport, /) -> Empty: ...
+    async def commit(self, request: CommitRequest, /) -> Empty: ...
+
+    # people and the driver of the run
+    async def control(self, request: Control, /) -> Empty: ...
+    async def evaluate(self, request: EvaluateRequest, /) -> Empty: ...
+    async def evaluation(self, request: EvaluationQuery, /) -> Evaluation: ...
+    async def status(self, request: Empty, /) -> Status: ...

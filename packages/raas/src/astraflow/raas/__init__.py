@@ -1,0 +1,1 @@
+"""Rollout as a service: workers, engines and the workflow runtime."""

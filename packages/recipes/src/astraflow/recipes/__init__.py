@@ -1,0 +1,1 @@
+"""What people run: the recipes command, its workflows, rewards and configurations."""

@@ -1,0 +1,1 @@
+"""The training loop: losses, packing, optimiser, checkpoints, publishing."""

@@ -1,0 +1,146 @@
+"""The nouns of weight transfer: stores keep immutable versions, a publisher writes them, a puller brings a sink to one.
+
+Usable alone. The invariants, each with a test of its own:
+
+* a version, once its `HEAD` moved, never changes; it lives under its incarnation (`<incarnation>/v/<n>`);
+* a delta names its base by digest; a wrong base, a torn read or a corrupt byte is refused before anything is
+  written, and the old weights keep serving;
+* after `commit` the sink's bytes have the manifest's root digest, or nothing changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+Bytes = NDArray[np.uint8]
+Tensors = Mapping[str, Any]
+"""name -> contiguous torch.Tensor (CPU or GPU) or numpy array; bf16 as torch.bfloat16 (numpy has none)."""
+
+TransferMode = Literal["auto", "published"]
+"""`published`: the published rule with its full-sync interval; `auto`: the cheapest verified path by bytes."""
+
+PullKind = Literal["full", "delta", "chain"]
+
+
+class WeightSyncError(Exception):
+    """Base of the errors of this package."""
+
+
+class CorruptVersion(WeightSyncError):
+    """A payload or manifest does not have the digest it should: nothing was written."""
+
+
+class WrongBase(WeightSyncError):
+    """A delta was to be applied to other weights than its base: nothing was written."""
+
+
+class StaleIncarnation(WeightSyncError):
+    """A publisher of an older incarnation tried to move HEAD: another has taken its place."""
+
+
+class TensorSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """dtype in safetensors' names (BF16, F32 …); shape; `nbytes` dense."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+class PublishReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What a publish did. `density` is the share of values that changed (1.0 for the first version)."""
+
+    version: int
+    digest: str
+    anchor: bool
+    dense_bytes: int
+    delta_bytes: int
+    anchor_bytes: int
+    density: float
+    seconds: float
+
+
+class PullReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What a pull did: `bytes` moved, by `kind`; `stage_s` while the old weights served, `commit_s` the short end."""
+
+    version: int
+    incarnation: int
+    digest: str
+    kind: PullKind
+    full_bytes: int
+    delta_bytes: int
+    stage_s: float
+    commit_s: float
+
+
+class Store(Protocol):
+    """A keyed set of blobs. Blobs are immutable except `HEAD`, which moves by compare-and-set.
+
+    Methods block: call them from a thread. Keys are relative POSIX paths without `..`.
+    """
+
+    @property
+    def url(self) -> str:
+        """The address under which `open_store` finds this store again (`mem:NAME`, `file:///dir`)."""
+        ...
+
+    def put(self, key: str, chunks: Sequence[bytes | memoryview]) -> None:
+        """Write a blob atomically: a reader sees all of it or none."""
+        ...
+
+    def read(self, key: str, offset: int = 0, length: int | None = None) -> bytes | memoryview:
+        """Raises FileNotFoundError if there is no such blob."""
+        ...
+
+    def swap(self, key: str, old: bytes | None, new: bytes) -> bool:
+        """Set `key` to `new` if it holds `old` (None: does not exist); False if it holds something else."""
+        ...
+
+    def list(self, prefix: str) -> list[str]: ...
+
+    def delete(self, key: str) -> None:
+        """Remove a blob; no error if there is none."""
+        ...
+
+
+class SinkState(msgspec.Struct, frozen=True, kw_only=True):
+    """What a sink holds: root digest of its bytes ("" = no verified version), and which version that was."""
+
+    digest: str = ""
+    version: int = -1
+    incarnation: int = 0
+
+
+class Sink(Protocol):
+    """Where pulled weights go. Methods block: call them from a thread.
+
+    `stage_*` prepare changes while the old weights serve; `commit` makes them current all at once and is short;
+    `abort` forgets them.
+    """
+
+    def state(self) -> SinkState: ...
+
+    def base(self, name: str) -> Bytes:
+        """The current dense bytes of a tensor, staged changes included; a view or a copy, uint8 [nbytes]."""
+        ...
+
+    def begin(self, layout: Sequence[TensorSpec]) -> None:
+        """Raises CorruptVersion if the layout is not what this sink can hold."""
+        ...
+
+    def stage_dense(self, name: str, offset: int, data: Bytes) -> None:
+        """Bytes [offset, offset + len) of a tensor become `data`."""
+        ...
+
+    def stage_sparse(self, name: str, offset: int, itemsize: int, index: NDArray[np.int64], data: Bytes) -> None:
+        """Elements `offset // itemsize + index` [K] of a tensor become `data` [K * itemsize]."""
+        ...
+
+    def commit(self, state: SinkState) -> None: ...
+
+    def abort(self) -> None: ...
