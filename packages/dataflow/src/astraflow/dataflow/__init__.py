@@ -1,7 +1,9 @@
 """Tasks, trajectories, buffers, data algorithms and the control plane of reinforcement learning."""
 
+from .arrays import Array
+from .balance import pool_target, wait_fraction
+from .config import DataflowConfig, Order, PolicyFeed
 from .interface import (
-    Array,
     Attachment,
     AttachRequest,
     BatchReply,
@@ -48,6 +50,8 @@ from .interface import (
     WorkerStats,
     WorkerStatus,
 )
+from .service import Dataflow, Observer
+from .sources import EvalSuite, ListSource, PromptSource, reasoning_gym_items
 
 __all__ = [
     "Array",
@@ -57,8 +61,11 @@ __all__ = [
     "BatchRequest",
     "CommitRequest",
     "Control",
+    "Dataflow",
+    "DataflowConfig",
     "DataflowService",
     "Empty",
+    "EvalSuite",
     "EvaluateRequest",
     "Evaluation",
     "EvaluationQuery",
@@ -68,13 +75,18 @@ __all__ = [
     "HeartbeatReply",
     "LeaseReply",
     "LeaseRequest",
+    "ListSource",
     "Message",
     "MetricSummary",
+    "Observer",
+    "Order",
     "Phase",
     "Policies",
+    "PolicyFeed",
     "PolicyStatus",
     "PolicyVersion",
     "Prompt",
+    "PromptSource",
     "Purpose",
     "Registration",
     "RolloutGroup",
@@ -96,4 +108,7 @@ __all__ = [
     "WatchRequest",
     "WorkerStats",
     "WorkerStatus",
+    "pool_target",
+    "reasoning_gym_items",
+    "wait_fraction",
 ]

@@ -14,54 +14,21 @@ Invariants, asserted where the objects are made (`Sequence.check`) and relied up
 
 from __future__ import annotations
 
-from typing import Any, Literal, Protocol
+import math
+from typing import Literal, Protocol
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
+
+from astraflow.rpc import method, service
+
+from .arrays import Array
 
 FinishReason = Literal["stop", "length", "abort"]
 TrajectoryStatus = Literal["ok", "failed", "timed_out"]
 Purpose = Literal["train", "eval"]
 Phase = Literal["starting", "running", "evaluating", "finished"]
 Scalar = str | int | float | bool
-
-DTYPES = frozenset({"bool", "uint8", "int32", "int64", "float32", "float64"})
-
-
-class Array(msgspec.Struct, frozen=True, array_like=True):
-    """An n-dimensional array on the wire; `numpy()` is a view of the received bytes, without a copy."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    data: memoryview
-
-    @classmethod
-    def of(cls, values: NDArray[Any]) -> Array:
-        """Wrap a C-contiguous view of `values` (a copy only if it is not contiguous).
-
-        Raises:
-            ValueError: the dtype is not one of `DTYPES`.
-        """
-        if values.dtype.name not in DTYPES:
-            raise ValueError(f"dtype {values.dtype.name} cannot travel; use one of {sorted(DTYPES)}")
-        contiguous = np.ascontiguousarray(values)
-        data = contiguous.data.cast("B") if contiguous.size else memoryview(b"")
-        return cls(contiguous.dtype.name, tuple(values.shape), data)
-
-    def numpy(self) -> NDArray[Any]:
-        """A read-only view [shape] of dtype `dtype`.
-
-        Raises:
-            ValueError: the dtype is unknown or the number of bytes is not what dtype and shape say.
-        """
-        if self.dtype not in DTYPES or any(n < 0 for n in self.shape):
-            raise ValueError(f"malformed array: dtype {self.dtype!r}, shape {self.shape}")
-        view = np.frombuffer(self.data, dtype=self.dtype)
-        if view.size != int(np.prod(self.shape, dtype=np.int64)):
-            raise ValueError(f"malformed array: {view.size} values for shape {self.shape}")
-        view.flags.writeable = False
-        return view.reshape(self.shape)
 
 
 class Message(msgspec.Struct, frozen=True):
@@ -97,7 +64,8 @@ class RolloutTask(msgspec.Struct, frozen=True, kw_only=True):
 
     `task_id` is deterministic (source, epoch, index). `seed` + sample index seeds a sample. `deadline_s` counts
     from the lease, in seconds, for the whole group. `versions` is the newest version of every policy at lease
-    time; the worker waits until its engines hold at least `min_versions` (evaluation, synchronous mode).
+    time; the worker waits until its engines hold at least `min_versions` (evaluation, synchronous mode). `done` are
+    the sample indices that an earlier attempt brought in: they need not run again.
     """
 
     task_id: str
@@ -112,6 +80,7 @@ class RolloutTask(msgspec.Struct, frozen=True, kw_only=True):
     suite: str = ""
     versions: dict[str, int] = {}
     min_versions: dict[str, int] = {}
+    done: tuple[int, ...] = ()
 
 
 class Sequence(msgspec.Struct, frozen=True, kw_only=True):
@@ -141,21 +110,23 @@ class Sequence(msgspec.Struct, frozen=True, kw_only=True):
         tokens, mask = self.tokens.numpy(), self.loss_mask.numpy()
         logprobs, versions = self.logprobs.numpy(), self.versions.numpy()
         wanted = (("tokens", "int32"), ("loss_mask", "bool"), ("logprobs", "float32"), ("versions", "int32"))
-        for (name, dtype), array in zip(wanted, (tokens, mask, logprobs, versions), strict=True):
-            if array.dtype.name != dtype or array.shape != (tokens.size,):
-                raise ValueError(f"{name} is {array.dtype.name}{list(array.shape)}, wanted {dtype}[{tokens.size}]")
+        for (name, dtype), array in zip(
+            wanted, (self.tokens, self.loss_mask, self.logprobs, self.versions), strict=True
+        ):
+            if array.dtype != dtype or array.shape != (tokens.size,):
+                raise ValueError(f"{name} is {array.dtype}{list(array.shape)}, wanted {dtype}[{tokens.size}]")
         if tokens.size < 2:
             raise ValueError(f"a sequence of {tokens.size} tokens has nothing to train")
-        if bool(np.any(tokens < 0)):
+        if int(tokens.min()) < 0:
             raise ValueError("negative token id")
         if bool(mask[0]):
             raise ValueError("the first token cannot be trained: nothing predicts it")
         trained = logprobs[mask]
-        if not bool(np.all(np.isfinite(trained))) or bool(np.any(trained > 0)):
+        if not bool(np.isfinite(trained).all()) or bool((trained > 0).any()):
             raise ValueError("log-probabilities of trained tokens must be finite and <= 0")
-        if bool(np.any(versions[mask] < 0)):
+        if bool((versions[mask] < 0).any()):
             raise ValueError("a trained token has no version")
-        if self.reward is not None and not np.isfinite(self.reward):
+        if self.reward is not None and not math.isfinite(self.reward):
             raise ValueError(f"reward {self.reward} is not finite; use None for a sample that could not be scored")
 
     @property
@@ -301,10 +272,12 @@ class HeartbeatReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WatchRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Wait at most `wait_s` seconds until a policy has a version other than `known` (model_id -> version)."""
+    """Wait at most `wait_s` seconds until a policy has a version other than `known` (model_id -> version), or an
+    incarnation other than `incarnations`, where that names it."""
 
     known: dict[str, int] = {}
     wait_s: float = 10.0
+    incarnations: dict[str, int] = {}
 
 
 class Policies(msgspec.Struct, frozen=True, kw_only=True):
@@ -427,7 +400,9 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
 class PolicyStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One policy now. Rewards are means over groups ingested in the window; staleness is of the last batch, in
     versions; `wait_fraction` is waiting over step time in the window; `dropped` counts by reason
-    (zero_advantage, stale, overflow, failed, masked). `target_workers` is the balance report's wish."""
+    (zero_advantage, stale, overflow, failed, masked, finished). `reward_nonzero` is the share of trajectories with a
+    reward other than 0. `target_workers` is the balance report's wish. `finished`: every version was made, or the data
+    ended before."""
 
     model_id: str
     version: int
@@ -445,6 +420,7 @@ class PolicyStatus(msgspec.Struct, frozen=True, kw_only=True):
     dropped: dict[str, int] = {}
     target_workers: int = 1
     metrics: dict[str, float] = {}
+    finished: bool = False
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -493,25 +469,44 @@ class RunFailed(Exception):
     """The run cannot go on; the message says why, with figures (all groups dropped, every worker gone …)."""
 
 
+@service(errors=(Fenced, RunFailed))
 class DataflowService(Protocol):
-    """The dataflow as everybody sees it. Waiting calls return at the latest after their `wait_s`."""
+    """The dataflow as everybody sees it. Waiting calls return at the latest after their `wait_s`.
+
+    Every method may be called again after a lost connection: what a lost reply granted (a lease, an incarnation) is
+    taken back or replaced, and what was said twice counts once.
+    """
 
     # workers
+    @method(idempotent=True)
     async def register(self, request: Registration, /) -> Empty: ...
+    @method(idempotent=True)
     async def lease(self, request: LeaseRequest, /) -> LeaseReply: ...
+    @method(idempotent=True)
     async def submit(self, request: SubmitRequest, /) -> SubmitReply: ...
+    @method(idempotent=True)
     async def heartbeat(self, request: Heartbeat, /) -> HeartbeatReply: ...
+    @method(idempotent=True)
     async def watch(self, request: WatchRequest, /) -> Policies: ...
 
     # trainers
+    @method(idempotent=True)
     async def attach(self, request: AttachRequest, /) -> Attachment: ...
+    @method(idempotent=True)
     async def next_batch(self, request: BatchRequest, /) -> BatchReply: ...
+    @method(idempotent=True)
     async def publish(self, request: PolicyVersion, /) -> Empty: ...
+    @method(idempotent=True)
     async def report(self, request: StepReport, /) -> Empty: ...
+    @method(idempotent=True)
     async def commit(self, request: CommitRequest, /) -> Empty: ...
 
     # people and the driver of the run
+    @method(idempotent=True)
     async def control(self, request: Control, /) -> Empty: ...
+    @method(idempotent=True)
     async def evaluate(self, request: EvaluateRequest, /) -> Empty: ...
+    @method(idempotent=True)
     async def evaluation(self, request: EvaluationQuery, /) -> Evaluation: ...
+    @method(idempotent=True)
     async def status(self, request: Empty, /) -> Status: ...

@@ -1,1 +1,50 @@
 """Rollout as a service: workers, engines and the workflow runtime."""
+
+from .handles import Handle, Policy
+from .interface import (
+    CachePolicy,
+    Engine,
+    EngineError,
+    EngineSpec,
+    EngineStats,
+    GenerateRequest,
+    Generation,
+    Outcome,
+    PolicyHandle,
+    Turn,
+    Workflow,
+)
+from .recorder import RecordedTurn, Recorder
+from .registry import load_engine, load_workflow
+from .rollout import run_sample
+from .scoring import parse_last_number
+from .tokenizer import ChatTokenizer, Tokenizer, load_tokenizer
+from .worker import Worker, WorkerConfig, WorkerFailed
+
+__all__ = [
+    "CachePolicy",
+    "ChatTokenizer",
+    "Engine",
+    "EngineError",
+    "EngineSpec",
+    "EngineStats",
+    "GenerateRequest",
+    "Generation",
+    "Handle",
+    "Outcome",
+    "Policy",
+    "PolicyHandle",
+    "RecordedTurn",
+    "Recorder",
+    "Tokenizer",
+    "Turn",
+    "Worker",
+    "WorkerConfig",
+    "WorkerFailed",
+    "Workflow",
+    "load_engine",
+    "load_tokenizer",
+    "load_workflow",
+    "parse_last_number",
+    "run_sample",
+]

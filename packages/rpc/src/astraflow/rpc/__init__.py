@@ -1,1 +1,42 @@
 """Typed services over msgspec: a Protocol served and called in process, over a Unix socket or TCP."""
+
+from .client import connect, statistics
+from .declare import method, service
+from .describe import Description, Method, describe
+from .frames import MAX_FRAME
+from .interface import (
+    DeadlineExceeded,
+    FrameTooLarge,
+    InterfaceMismatch,
+    ProtocolError,
+    RemoteError,
+    RpcError,
+    Unauthorized,
+    Unavailable,
+)
+from .proxy import strict
+from .server import Server, serve
+from .stats import MethodStats
+
+__all__ = [
+    "MAX_FRAME",
+    "DeadlineExceeded",
+    "Description",
+    "FrameTooLarge",
+    "InterfaceMismatch",
+    "Method",
+    "MethodStats",
+    "ProtocolError",
+    "RemoteError",
+    "RpcError",
+    "Server",
+    "Unauthorized",
+    "Unavailable",
+    "connect",
+    "describe",
+    "method",
+    "serve",
+    "service",
+    "statistics",
+    "strict",
+]

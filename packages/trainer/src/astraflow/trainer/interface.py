@@ -54,7 +54,7 @@ class OptimConfig(msgspec.Struct, frozen=True, kw_only=True):
     warmup_steps: int = 0
 
 
-class TrainerConfig(msgspec.Struct, frozen=True, kw_only=True):
+class TrainerConfig(OptimConfig, frozen=True, kw_only=True):
     """How one policy is trained.
 
     `minibatches` optimiser steps are made per batch; `micro_tokens` bounds the tokens of one forward pass (packed,
@@ -64,7 +64,6 @@ class TrainerConfig(msgspec.Struct, frozen=True, kw_only=True):
     backend: str = "torch"
     loss: LossConfig = LossConfig()
     advantage: AdvantageConfig = AdvantageConfig()
-    optim: OptimConfig = OptimConfig()
     minibatches: int = 4
     micro_tokens: int = 2048
     dtype: Literal["bfloat16", "float32"] = "bfloat16"

@@ -1,5 +1,6 @@
 """Publish, store, pull and apply weight versions: full or as bit-exact deltas."""
 
+from .directory_store import DirectoryStore
 from .interface import (
     CorruptVersion,
     PublishReport,
@@ -14,18 +15,32 @@ from .interface import (
     WeightSyncError,
     WrongBase,
 )
+from .memory_store import MemoryStore
+from .publisher import Publisher
+from .puller import Puller, Staged
+from .safetensors_sink import SafetensorsSink
+from .stores import open_store
+from .tensor_sink import TensorSink
 
 __all__ = [
     "CorruptVersion",
+    "DirectoryStore",
+    "MemoryStore",
     "PublishReport",
+    "Publisher",
     "PullReport",
+    "Puller",
+    "SafetensorsSink",
     "Sink",
     "SinkState",
+    "Staged",
     "StaleIncarnation",
     "Store",
+    "TensorSink",
     "TensorSpec",
     "Tensors",
     "TransferMode",
     "WeightSyncError",
     "WrongBase",
+    "open_store",
 ]

@@ -117,16 +117,18 @@ class SinkState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sink(Protocol):
-    """Where pulled weights go. Methods block: call them from a thread.
+    """Where pulled weights go. Methods block: call them from a thread. Calls never overlap.
 
-    `stage_*` prepare changes while the old weights serve; `commit` makes them current all at once and is short;
-    `abort` forgets them.
+    `stage_*` prepare changes while the old weights serve; `commit` makes them current all at once and is short; if it
+    raises, the old weights are in place. `abort` forgets what was staged, if anything. The arrays handed to `stage_*`
+    are read-only and stay as they are, so a sink may keep them.
     """
 
     def state(self) -> SinkState: ...
 
     def base(self, name: str) -> Bytes:
-        """The current dense bytes of a tensor, staged changes included; a view or a copy, uint8 [nbytes]."""
+        """The current dense bytes of a tensor, what was staged under this name included; a view or a copy, uint8
+        [nbytes]."""
         ...
 
     def begin(self, layout: Sequence[TensorSpec]) -> None:

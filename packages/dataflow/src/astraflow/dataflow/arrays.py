@@ -1,0 +1,47 @@
+"""Arrays on the wire. Invariant: what `numpy()` gives is a read-only view of the received bytes, checked."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+DTYPES = frozenset({"bool", "uint8", "int32", "int64", "float32", "float64"})
+
+
+class Array(msgspec.Struct, frozen=True, array_like=True):
+    """An n-dimensional array on the wire; `numpy()` is a view of the received bytes, without a copy."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: memoryview
+
+    @classmethod
+    def of(cls, values: NDArray[Any]) -> Array:
+        """Wrap a C-contiguous view of `values` (a copy only if it is not contiguous).
+
+        Raises:
+            ValueError: the dtype is not one of `DTYPES`.
+        """
+        if values.dtype.name not in DTYPES:
+            raise ValueError(f"dtype {values.dtype.name} cannot travel; use one of {sorted(DTYPES)}")
+        contiguous = np.ascontiguousarray(values)
+        data = contiguous.data.cast("B") if contiguous.size else memoryview(b"")
+        return cls(contiguous.dtype.name, tuple(values.shape), data)
+
+    def numpy(self) -> NDArray[Any]:
+        """A read-only view [shape] of dtype `dtype`.
+
+        Raises:
+            ValueError: the dtype is unknown or the number of bytes is not what dtype and shape say.
+        """
+        if self.dtype not in DTYPES or any(n < 0 for n in self.shape):
+            raise ValueError(f"malformed array: dtype {self.dtype!r}, shape {self.shape}")
+        view = np.frombuffer(self.data, dtype=self.dtype)
+        if view.size != math.prod(self.shape):
+            raise ValueError(f"malformed array: {view.size} values for shape {self.shape}")
+        view.flags.writeable = False
+        return view.reshape(self.shape)

@@ -1,0 +1,122 @@
+"""Which worker gets which task: evaluation first, then tasks that lost their worker, then new prompts.
+
+Invariants: a task is open from its first lease until it is complete or given up; it is leased at most `max_attempts`
+times, to one worker at a time, and to another one than the one that lost it where there is another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from hashlib import blake2b
+
+import msgspec
+
+from .config import DataflowConfig
+from .interface import RolloutTask
+from .leases import LeaseBook
+from .sources import PromptSource
+from .tasks import OpenTask, TaskBoard
+from .workers import Worker, Workers
+
+SWEEP_S = 0.05
+"""Leases and workers are looked through at most this often."""
+
+
+class Dispatch:
+    """The open tasks, the leases on them and the workers that hold them."""
+
+    def __init__(self, config: DataflowConfig, source: PromptSource, now: float) -> None:
+        self._config = config
+        self._source = source
+        self._drawn = 0
+        self.exhausted = False
+        self.workers = Workers(config.worker_silence_s, now)
+        self.leases = LeaseBook()
+        self.tasks = TaskBoard(config.max_attempts)
+        self.next_sweep = now
+
+    def grant(
+        self,
+        worker: Worker,
+        most: int,
+        now: float,
+        *,
+        versions: dict[str, int],
+        training: Callable[[], bool],
+        room: Callable[[int], bool],
+    ) -> tuple[RolloutTask, ...]:
+        """Up to `most` tasks for a worker, leased at `versions`. `training`: may training tasks be leased;
+        `room(running)`: may a new one start."""
+        name, served = worker.registration.worker_id, worker.registration.policies
+        alone = not self.workers.others_alive(name, now)
+        granted: list[RolloutTask] = []
+        while len(granted) < most:
+            generating = training()
+            task = self.tasks.waiting(name, served, training=generating, alone=alone)
+            if task is None and generating and self._config.sampling.keys() <= set(served):
+                task = self._draw() if room(self.tasks.training) else None
+            if task is None:
+                break
+            granted.append(self._lease(task, name, now, versions))
+        return tuple(granted)
+
+    def end(self, task: OpenTask) -> None:
+        """The task is complete or given up."""
+        self.tasks.close(task)
+        self.leases.end(task.task.task_id)
+
+    def lose(self, task_ids: Iterable[str]) -> list[OpenTask]:
+        """These tasks lost their workers: they wait for others. Returns those that were leased often enough, to be
+        given up."""
+        given_up: list[OpenTask] = []
+        for task_id in task_ids:
+            self.leases.end(task_id)
+            task = self.tasks.get(task_id)
+            if task is not None and not self.tasks.retry(task):
+                task.error = task.error or f"task {task_id}: not complete after {task.task.attempt + 1} leases"
+                given_up.append(task)
+        return given_up
+
+    def sweep(self, now: float) -> tuple[str, ...]:
+        """The tasks whose deadline has passed or whose worker is silent, if it is time to look."""
+        if now < self.next_sweep:
+            return ()
+        lost = self.leases.lost(now, self.workers.sweep(now))
+        due = min(self.leases.next_deadline(), self.workers.next_silence(now) + SWEEP_S)
+        self.next_sweep = max(now + SWEEP_S, due)
+        return lost
+
+    def sweep_by(self, when: float) -> None:
+        """Something may be due at `when`."""
+        self.next_sweep = min(self.next_sweep, when)
+
+    def _lease(self, task: OpenTask, worker_id: str, now: float, versions: dict[str, int]) -> RolloutTask:
+        least = versions if task.task.purpose == "train" and self._config.synchronous else task.task.min_versions
+        task.task = msgspec.structs.replace(task.task, versions=versions, min_versions=least)
+        task.last_worker = worker_id
+        self.leases.grant(task.task.task_id, worker_id, now, task.task.deadline_s)
+        self.sweep_by(now + min(task.task.deadline_s, self._config.worker_silence_s))
+        return task.task
+
+    def _draw(self) -> OpenTask | None:
+        """Open a task for the source's next prompt, if it has one."""
+        prompt = None if self.exhausted else self._source.next()
+        if prompt is None:
+            self.exhausted = True
+            return None
+        task_id = f"{prompt.source}/{self._drawn}"
+        self._drawn += 1
+        digest = blake2b(f"{self._config.seed}/{task_id}".encode(), digest_size=4).digest()
+        task = OpenTask(
+            RolloutTask(
+                task_id=task_id,
+                prompt=prompt,
+                workflow=self._config.workflow,
+                n_samples=self._config.n_samples,
+                sampling=self._config.sampling,
+                seed=int.from_bytes(digest, "big") >> 1,
+                deadline_s=self._config.task_deadline_s,
+            )
+        )
+        self.tasks.add(task)
+        return task

@@ -1,0 +1,297 @@
+"""One policy's stream: from groups through its buffer into batches, and the trainer that consumes them.
+
+Invariants: a version's batch, once cut, is the same for whoever asks for it until a commit; only the newest
+incarnation is heard; every sequence taken ends buffered, in one batch, or counted in `dropped`. Policies share
+nothing: none waits for another.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+
+import numpy as np
+
+from .admission import YieldAverage, has_room
+from .balance import wait_fraction
+from .buffer import PolicyBuffer
+from .config import PolicyFeed
+from .filters import Filter
+from .ingest import PolicyGroup
+from .interface import Fenced, PolicyStatus, PolicyVersion, StepReport, TrainBatch
+from .signals import Signal
+from .window import Window, mean
+
+MAX_UNCOMMITTED = 64
+"""Batches kept for a trainer that comes back; of more than that without a commit the oldest are forgotten."""
+
+REMEMBERED_REWARDS = 4096
+
+
+class PolicyStream:
+    """The state of one trained policy."""
+
+    def __init__(
+        self,
+        feed: PolicyFeed,
+        filters: Sequence[Filter],
+        *,
+        n_samples: int,
+        window_s: float,
+        max_dropped_batches: int,
+        synchronous: bool,
+    ) -> None:
+        self.feed = feed
+        self.changed = Signal()
+        self.published: PolicyVersion | None = None
+        self.version = 0
+        self.incarnation = 0
+        self.asked: int | None = None
+        self.ended = False
+        self._filters = tuple(filters)
+        self._n_samples = n_samples
+        self._horizon = feed.batch_size if synchronous else feed.horizon
+        self._patience = max_dropped_batches * feed.batch_size
+        self._buffer = PolicyBuffer(feed)
+        self._yields = YieldAverage(n_samples)
+        self._cut: dict[int, TrainBatch] = {}
+        self._dropped: Counter[str] = Counter()
+        self._drought = Drought()
+        self._stale_in_a_row = 0
+        self._failure = ""
+        self._produced = 0
+        self._consumed = 0
+        self._staleness: tuple[int, ...] = ()
+        self._groups: Window[tuple[float, float]] = Window(window_s)
+        self._kept: Window[int] = Window(window_s)
+        self._used: Window[int] = Window(window_s)
+        self._steps: Window[tuple[float, float]] = Window(window_s)
+        self._reported = ("", 0)
+        self._metrics: dict[str, float] = {}
+
+    # --- the trainer -------------------------------------------------------------------------------------------
+
+    def attach(self, version: int) -> int:
+        """Another trainer takes over at `version`; returns its incarnation. Batches before it are committed, later
+        ones wait to be served again; what abandoned versions sampled counts as sampled by `version`."""
+        self.incarnation += 1
+        self.commit(version)
+        self.version = version
+        self.asked = None
+        self._failure = ""
+        self._drought = Drought()
+        self._stale_in_a_row = 0
+        self._buffer.rebase(version)
+        self.changed.notify()
+        return self.incarnation
+
+    def check(self, incarnation: int) -> None:
+        """Raises Fenced if another trainer has taken this one's place."""
+        if incarnation != self.incarnation:
+            raise Fenced(
+                f"policy {self.feed.model_id!r}: incarnation {incarnation} spoke, but {self.incarnation} is in charge; "
+                "another trainer has attached, so this one must stop"
+            )
+
+    def publish(self, published: PolicyVersion) -> None:
+        """New weights; a late repetition of older ones changes nothing."""
+        self.check(published.incarnation)
+        before = self.published
+        if before is None or before.incarnation != published.incarnation or before.version < published.version:
+            self.published = published
+            self.version = published.version
+
+    def commit(self, version: int) -> None:
+        """Batches that made versions up to `version` need not be served again."""
+        self._cut = {number: batch for number, batch in self._cut.items() if number >= version}
+
+    def report(self, report: StepReport, now: float) -> bool:
+        """Take a step's figures; False if they came before."""
+        key = (report.batch_id, report.incarnation)
+        if key == self._reported:
+            return False
+        self._reported = key
+        self._steps.add(now, (report.wait_s, report.step_s))
+        self._metrics = report.metrics
+        return True
+
+    # --- batches -----------------------------------------------------------------------------------------------
+
+    def served(self, version: int) -> TrainBatch | None:
+        """The batch that was cut for `version`, if it was and is kept."""
+        return self._cut.get(version)
+
+    def ask(self, version: int) -> None:
+        """The trainer wants the batch that makes `version` + 1.
+
+        Raises:
+            ValueError: it is neither kept nor the next: versions count batches, one after the other.
+        """
+        if version not in self._cut and version != self._next:
+            raise ValueError(
+                f"policy {self.feed.model_id!r}: the batch at version {version} was asked for, the next is {self._next}"
+            )
+        self.asked = version
+
+    @property
+    def _next(self) -> int:
+        """The first version from where the trainer is for which no batch was cut."""
+        version = self.version
+        while version in self._cut:
+            version += 1
+        return version
+
+    @property
+    def done(self) -> bool:
+        """No more data is needed: every batch was cut, or the data ended."""
+        return self.ended or self._next >= self.feed.steps
+
+    @property
+    def waiting(self) -> bool:
+        """The trainer waits for a batch with its weights published and nothing cut ahead."""
+        at = self.asked
+        published = self.published
+        return at is not None and at not in self._cut and published is not None and published.version == at
+
+    def ready(self, version: int, tail: bool) -> bool:
+        """Is there a batch to cut for `version`? Drops what is too stale for it. `tail`: no more data will come, so
+        that a last, smaller batch is one."""
+        stale = self._buffer.drop_stale(version)
+        self._dropped["stale"] += stale
+        self._stale_in_a_row += stale
+        if self._stale_in_a_row >= self._patience:
+            self._failure = (
+                f"policy {self.feed.model_id!r}: {self._stale_in_a_row} sequences in a row were older than "
+                f"max_staleness {self.feed.max_staleness} at version {version}; do the workers get new weights?"
+            )
+        return len(self._buffer) >= (1 if tail else self.feed.batch_size)
+
+    def cut(self, version: int, now: float) -> TrainBatch:
+        """Take the batch for `version` out of the buffer, which must be `ready`."""
+        entries = self._buffer.take(self.feed.batch_size)
+        batch = TrainBatch(
+            batch_id=f"{self.feed.model_id}/{self.incarnation}/{version}",
+            model_id=self.feed.model_id,
+            version=version,
+            samples=tuple(entry.sample for entry in entries),
+        )
+        self._cut[version] = batch
+        while len(self._cut) > MAX_UNCOMMITTED:
+            del self._cut[min(self._cut)]
+        self._stale_in_a_row = 0
+        self._staleness = tuple(version - entry.oldest for entry in entries)
+        self._consumed += len(entries)
+        self._used.add(now, len(entries))
+        return batch
+
+    # --- data --------------------------------------------------------------------------------------------------
+
+    def wants_group(self, running: int) -> bool:
+        """Should another group start for this policy, `running` being under way?"""
+        if self.done or self._failure:
+            return False
+        untrained = sum(len(batch.samples) for version, batch in self._cut.items() if version >= self.version)
+        return has_room(
+            running=running,
+            average=self._yields.value,
+            buffered=len(self._buffer),
+            cut=untrained,
+            horizon=self._horizon,
+        )
+
+    def take(self, group: PolicyGroup, failed: int, error: str, newest_version: int, now: float) -> None:
+        """A group is complete. `failed` of its samples are missing (`error`: why one of them is); tokens of versions
+        above `newest_version` count as that one."""
+        if self.done:
+            self._dropped["finished"] += failed + group.masked + len(group.samples)
+            return
+        reason = next((reason for accepts in self._filters if (reason := accepts(group))), None)
+        kept = () if reason else group.samples
+        reasons = Counter({"failed": failed, "masked": group.masked})
+        if reason:
+            reasons[reason] += len(group.samples)
+        self._dropped.update(reasons)
+        for sample in kept:
+            self._dropped["overflow"] += self._buffer.add(sample, newest_version)
+        self._produced += len(kept)
+        self._kept.add(now, len(kept))
+        self._yields.add(len(kept))
+        if group.rewards:
+            self._groups.add(now, (mean(group.rewards), mean(float(reward != 0) for reward in group.rewards)))
+        if kept:
+            self._drought = Drought()
+        else:
+            self._drought.add(group, reasons, error, self._n_samples)
+            if self._drought.samples >= self._patience:
+                self._failure = self._drought.message(self.feed.model_id)
+
+    # --- figures -----------------------------------------------------------------------------------------------
+
+    @property
+    def failure(self) -> str:
+        """Why this policy's training cannot go on; empty while it can."""
+        return self._failure
+
+    def targets(self, now: float) -> tuple[float, int, int]:
+        """What the balance rule looks at: wait fraction, sequences produced and consumed in the window."""
+        return wait_fraction(self._steps.values(now)), sum(self._kept.values(now)), sum(self._used.values(now))
+
+    def status(self, now: float, running: int, target: int) -> PolicyStatus:
+        groups = self._groups.values(now)
+        return PolicyStatus(
+            model_id=self.feed.model_id,
+            version=self.version,
+            steps=self.feed.steps,
+            incarnation=self.incarnation,
+            buffered=len(self._buffer),
+            running=running,
+            reward_mean=mean(reward for reward, _ in groups),
+            reward_nonzero=mean(share for _, share in groups),
+            wait_fraction=wait_fraction(self._steps.values(now)),
+            staleness_mean=mean(self._staleness),
+            staleness_max=max(self._staleness, default=0),
+            produced=self._produced,
+            consumed=self._consumed,
+            dropped={reason: count for reason, count in self._dropped.items() if count},
+            target_workers=target,
+            metrics=self._metrics,
+            finished=self.ended or self.version >= self.feed.steps,
+        )
+
+
+class Drought:
+    """Consecutive groups that gave a policy nothing to train, and what they were, for the error that ends them."""
+
+    def __init__(self) -> None:
+        self.samples = 0
+        self._groups = 0
+        self._reasons: Counter[str] = Counter()
+        self._rewards: deque[float] = deque(maxlen=REMEMBERED_REWARDS)
+        self._error = ""
+
+    def add(self, group: PolicyGroup, reasons: Counter[str], error: str, n_samples: int) -> None:
+        self.samples += max(len(group.samples), n_samples)
+        self._groups += 1
+        self._reasons.update(reasons)
+        self._rewards.extend(group.rewards)
+        self._error = self._error or error
+
+    def message(self, model_id: str) -> str:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in self._reasons.most_common() if count)
+        text = (
+            f"policy {model_id!r}: {self._groups} groups ({self.samples} samples) in a row gave nothing to train "
+            f"({reasons or 'no sequence of this policy'}); rewards: {histogram(self._rewards)}"
+        )
+        return f"{text}; first error: {self._error}" if self._error else text
+
+
+def histogram(rewards: Sequence[float] | deque[float]) -> str:
+    """Rewards by how often they came: by value if there are few, else in ten equal ranges."""
+    counts = Counter(rewards)
+    if not counts:
+        return "none"
+    if len(counts) <= 10:
+        return ", ".join(f"{reward:g} x {count}" for reward, count in sorted(counts.items()))
+    numbers, edges = np.histogram(np.asarray(rewards, dtype=np.float64), bins=10)
+    ranges = zip(edges[:-1], edges[1:], numbers, strict=True)
+    return ", ".join(f"{low:.3g}..{high:.3g} x {count}" for low, high, count in ranges if count)

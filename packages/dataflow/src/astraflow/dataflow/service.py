@@ -1,0 +1,443 @@
+"""The dataflow: workers lease and submit, trainers ask for batches, policies publish; nobody is ever called.
+
+A plain object on one event loop. Each call looks at the state, changes it in one go and returns; only waits await,
+so nothing is seen half done and a cancelled call leaves nothing behind. What time brings (a lease that ends, a worker
+that fell silent) is noticed by the next call or wait, at the latest when it is due.
+
+Invariants: policies share prompts and workers but no state, so that none waits for another (but in synchronous mode,
+on purpose); every sample of every task is settled once; memory is bounded by the policies' horizons.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from .balance import pool_target
+from .config import DataflowConfig
+from .dispatch import SWEEP_S, Dispatch
+from .evaluation import EvaluationRun
+from .filters import zero_advantage
+from .ingest import malformed, policy_group
+from .interface import (
+    Attachment,
+    AttachRequest,
+    BatchReply,
+    BatchRequest,
+    CommitRequest,
+    Control,
+    Empty,
+    EvaluateRequest,
+    Evaluation,
+    EvaluationQuery,
+    Heartbeat,
+    HeartbeatReply,
+    LeaseReply,
+    LeaseRequest,
+    Phase,
+    Policies,
+    PolicyVersion,
+    Registration,
+    RolloutGroup,
+    RolloutTask,
+    RunFailed,
+    SampleResult,
+    Status,
+    StepReport,
+    SubmitReply,
+    SubmitRequest,
+    Trajectory,
+    WatchRequest,
+)
+from .policy import PolicyStream
+from .signals import Signal
+from .sources import EvalSuite, PromptSource
+from .tasks import OpenTask
+from .window import Window, means_by_name
+from .workers import Worker
+
+KEPT_EVALUATIONS = 256
+"""Finished evaluations that can still be asked for."""
+
+
+class Observer(Protocol):
+    """Hears what happens, on the event loop: it must only note it down."""
+
+    def on_group(self, group: RolloutGroup, /) -> None:
+        """A task is complete or was given up, for training or evaluation."""
+        ...
+
+    def on_step(self, report: StepReport, /) -> None:
+        """A trainer made a step."""
+        ...
+
+
+class Dataflow:
+    """Implements `DataflowService`. `clock` counts seconds and never goes back."""
+
+    def __init__(
+        self,
+        config: DataflowConfig,
+        source: PromptSource,
+        suites: Iterable[EvalSuite] = (),
+        *,
+        observer: Observer | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config = config
+        self._suites = {suite.name: suite for suite in suites}
+        self._observer = observer
+        self._clock = clock
+        self._phase: Phase = "starting"
+        filters = (zero_advantage,) if config.zero_advantage else ()
+        self._policies = {
+            feed.model_id: PolicyStream(
+                feed,
+                filters,
+                n_samples=config.n_samples,
+                window_s=config.window_s,
+                max_dropped_batches=config.max_dropped_batches,
+                synchronous=config.synchronous,
+            )
+            for feed in config.policies
+        }
+        self._dispatch = Dispatch(config, source, clock())
+        self._workers = self._dispatch.workers
+        self._leases = self._dispatch.leases
+        self._tasks = self._dispatch.tasks
+        self._evaluations: dict[str, EvaluationRun] = {}
+        self._work = Signal()
+        self._published = Signal()
+        self._metrics: Window[dict[str, float]] = Window(config.window_s)
+        self._example: Trajectory | None = None
+
+    # --- workers -----------------------------------------------------------------------------------------------
+
+    async def register(self, request: Registration, /) -> Empty:
+        now = self._clock()
+        if self._workers.register(request, now):
+            self._lose(self._leases.of(request.worker_id), now)
+        self._dispatch.sweep_by(now + self._config.worker_silence_s)
+        self._work.notify()
+        return Empty()
+
+    async def lease(self, request: LeaseRequest, /) -> LeaseReply:
+        """Evaluation tasks first, then retries, then new training tasks; empty after `wait_s`, also for a worker that
+        is not registered (its heartbeat says so)."""
+        end = self._clock() + request.wait_s
+        while True:
+            now = self._clock()
+            worker = self._workers.hear(request.worker_id, now)
+            self._sweep(now)
+            if self._phase == "finished":
+                return LeaseReply(finished=True)
+            tasks = self._grant(worker, request.max_tasks, now) if worker else ()
+            if tasks or now >= end:
+                return LeaseReply(tasks=tasks)
+            await self._work.wait(min(end, self._dispatch.next_sweep) - now)
+
+    async def submit(self, request: SubmitRequest, /) -> SubmitReply:
+        now = self._clock()
+        accepted = duplicates = 0
+        rejected: list[str] = []
+        for result in request.results:
+            self._workers.hear(result.worker_id, now)
+            task = self._tasks.get(result.task_id)
+            if task is None or task.has(result.sample_index):
+                duplicates += 1
+                continue
+            if not 0 <= result.sample_index < task.task.n_samples:
+                rejected.append(f"task {result.task_id} has no sample {result.sample_index}")
+                continue
+            problem = malformed(result)
+            if problem:
+                rejected.append(problem)
+            else:
+                accepted += 1
+            self._settle(task, result, problem or "", now)
+        self._sweep(now)
+        return SubmitReply(accepted=accepted, duplicates=duplicates, rejected=tuple(rejected))
+
+    async def heartbeat(self, request: Heartbeat, /) -> HeartbeatReply:
+        """Leases that the worker has not named for half the silence limit go to others: their grant never arrived."""
+        now = self._clock()
+        worker = self._workers.hear(request.worker_id, now)
+        self._sweep(now)
+        if worker is None:
+            return HeartbeatReply(known=False, cancel=request.tasks, finished=self._phase == "finished")
+        worker.take(request.stats)
+        self._leases.name(request.worker_id, request.tasks, now)
+        self._lose(self._leases.unnamed(request.worker_id, now - self._config.worker_silence_s / 2), now)
+        unwanted = tuple(t for t in request.tasks if self._leases.holder(t) != request.worker_id)
+        return HeartbeatReply(cancel=unwanted, finished=self._phase == "finished")
+
+    async def watch(self, request: WatchRequest, /) -> Policies:
+        end = self._clock() + request.wait_s
+        while True:
+            versions = self._versions()
+            news = any(
+                request.known.get(v.model_id) != v.version
+                or request.incarnations.get(v.model_id, v.incarnation) != v.incarnation
+                for v in versions
+            )
+            now = self._clock()
+            if news or now >= end or self._phase == "finished":
+                return Policies(versions=versions)
+            await self._published.wait(end - now)
+
+    # --- trainers ----------------------------------------------------------------------------------------------
+
+    async def attach(self, request: AttachRequest, /) -> Attachment:
+        """Raises ValueError for a policy that this run does not train."""
+        policy = self._policy(request.model_id)
+        incarnation = policy.attach(request.version)
+        for task in self._tasks.training_tasks():
+            bound = task.newest_version.get(request.model_id, request.version)
+            task.newest_version[request.model_id] = min(bound, request.version)
+        self._work.notify()
+        return Attachment(incarnation=incarnation, steps=policy.feed.steps)
+
+    async def next_batch(self, request: BatchRequest, /) -> BatchReply:
+        """The batch for (model_id, version), the same however often it is asked for until a commit beyond it.
+
+        Raises:
+            Fenced: another trainer has taken this one's place.
+            RunFailed: no batch will come; the message says why, with figures.
+            ValueError: the version is not the next one.
+        """
+        policy = self._policy(request.model_id)
+        end = self._clock() + request.wait_s
+        while True:
+            now = self._clock()
+            self._sweep(now)
+            policy.check(request.incarnation)
+            if self._phase == "finished" or request.version >= policy.feed.steps:
+                return BatchReply(finished=True)
+            policy.ask(request.version)
+            if policy.served(request.version) is None:
+                self._cut(policy, request.version, now)
+            batch = policy.served(request.version)
+            if batch is not None or policy.ended:
+                return BatchReply(batch=batch, finished=batch is None)
+            failure = self._failure(policy, now)
+            if failure:
+                raise RunFailed(failure)
+            if now >= end:
+                return BatchReply()
+            # Asking may have dropped stale data or opened a round of synchronous mode.
+            self._work.notify()
+            failing_at = self._workers.heard_at + self._config.worker_grace_s
+            await policy.changed.wait(min(end, self._dispatch.next_sweep, failing_at + SWEEP_S) - now)
+
+    async def publish(self, request: PolicyVersion, /) -> Empty:
+        self._policy(request.model_id).publish(request)
+        self._published.notify()
+        self._work.notify()
+        return Empty()
+
+    async def report(self, request: StepReport, /) -> Empty:
+        policy = self._policy(request.model_id)
+        policy.check(request.incarnation)
+        if policy.report(request, self._clock()) and self._observer is not None:
+            self._observer.on_step(request)
+        return Empty()
+
+    async def commit(self, request: CommitRequest, /) -> Empty:
+        policy = self._policy(request.model_id)
+        policy.check(request.incarnation)
+        policy.commit(request.version)
+        return Empty()
+
+    # --- people and the driver ---------------------------------------------------------------------------------
+
+    async def control(self, request: Control, /) -> Empty:
+        self._phase = request.phase
+        self._wake()
+        return Empty()
+
+    async def evaluate(self, request: EvaluateRequest, /) -> Empty:
+        """Raises ValueError for a suite that is not configured."""
+        if request.label in self._evaluations:
+            return Empty()
+        unknown = [name for name in request.suites if name not in self._suites]
+        if unknown or not request.suites:
+            raise ValueError(f"no suite {unknown}: the run has {sorted(self._suites)}")
+        versions = {v.model_id: v.version for v in self._versions()}
+        run = EvaluationRun(request, [self._suites[name] for name in request.suites], versions)
+        for task in run.tasks(self._config.seed, self._config.task_deadline_s):
+            self._tasks.add(OpenTask(task, evaluation=request.label))
+        self._evaluations[request.label] = run
+        finished = [label for label, old in self._evaluations.items() if old.finished]
+        for label in finished[:-KEPT_EVALUATIONS]:
+            del self._evaluations[label]
+        self._work.notify()
+        return Empty()
+
+    async def evaluation(self, request: EvaluationQuery, /) -> Evaluation:
+        """Raises ValueError for an unknown label, RunFailed if no worker is left to finish it."""
+        run = self._evaluations.get(request.label)
+        if run is None:
+            raise ValueError(f"no evaluation {request.label!r}: there are {sorted(self._evaluations)}")
+        end = self._clock() + request.wait_s
+        while True:
+            now = self._clock()
+            self._sweep(now)
+            if run.finished or now >= end:
+                return run.report()
+            failure = self._producers_failure(now)
+            if failure:
+                raise RunFailed(failure)
+            await run.changed.wait(min(end, self._dispatch.next_sweep) - now)
+
+    async def status(self, request: Empty, /) -> Status:
+        now = self._clock()
+        self._sweep(now)
+        size = self._workers.size(now)
+        failures = (self._failure(policy, now) for policy in self._policies.values())
+        return Status(
+            phase=self._phase,
+            policies=tuple(
+                policy.status(now, self._tasks.training, pool_target(size, *policy.targets(now)))
+                for policy in self._policies.values()
+            ),
+            workers=self._workers.statuses(now),
+            leased=len(self._leases),
+            pending_eval=self._tasks.evaluating,
+            metrics=means_by_name(self._metrics.values(now)),
+            example=self._example,
+            error=next(filter(None, failures), ""),
+        )
+
+    # --- granting ----------------------------------------------------------------------------------------------
+
+    def _grant(self, worker: Worker, most: int, now: float) -> tuple[RolloutTask, ...]:
+        ended = self._dispatch.exhausted
+        tasks = self._dispatch.grant(
+            worker,
+            most,
+            now,
+            versions={published.model_id: published.version for published in self._versions()},
+            training=self._generating,
+            room=lambda running: any(policy.wants_group(running) for policy in self._policies.values()),
+        )
+        if self._dispatch.exhausted and not ended:
+            self._wake()
+        return tasks
+
+    def _generating(self) -> bool:
+        """May training tasks be leased? In synchronous mode only while every trainer that needs data waits for it."""
+        training = [policy for policy in self._policies.values() if not policy.done]
+        if self._phase != "running" or not training:
+            return False
+        return not self._config.synchronous or all(policy.waiting for policy in training)
+
+    # --- taking ------------------------------------------------------------------------------------------------
+
+    def _settle(self, task: OpenTask, result: SampleResult, problem: str, now: float) -> None:
+        trajectory = result.trajectory
+        if problem or trajectory.status != "ok":
+            reason = problem or trajectory.error or trajectory.status
+            task.settle(result.sample_index, None, reason)
+        else:
+            task.settle(result.sample_index, trajectory)
+            if task.task.purpose == "train":
+                self._example = trajectory
+        if task.complete:
+            self._close(task, now)
+
+    def _close(self, task: OpenTask, now: float) -> None:
+        """The task is complete, or given up with what is in."""
+        self._dispatch.end(task)
+        group = task.group()
+        if task.task.purpose == "eval":
+            if task.evaluation in self._evaluations:
+                self._evaluations[task.evaluation].add(group)
+        else:
+            self._ingest(task, group, now)
+        self._work.notify()
+        if self._observer is not None:
+            self._observer.on_group(group)
+
+    def _ingest(self, task: OpenTask, group: RolloutGroup, now: float) -> None:
+        present = [trajectory for trajectory in group.trajectories if trajectory is not None]
+        failed = len(group.trajectories) - len(present)
+        self._metrics.add(now, means_by_name(trajectory.metrics for trajectory in present))
+        for name, policy in self._policies.items():
+            newest = min(policy.version, task.newest_version.get(name, policy.version))
+            policy.take(policy_group(group, name), failed, task.error, newest, now)
+            policy.changed.notify()
+
+    # --- serving -----------------------------------------------------------------------------------------------
+
+    def _cut(self, asking: PolicyStream, version: int, now: float) -> None:
+        """Cut the batch asked for if there is enough; in synchronous mode that of every policy, when all are ready."""
+        tail = self._dispatch.exhausted and not self._tasks.training
+        if self._config.synchronous:
+            training = [policy for policy in self._policies.values() if not policy.done]
+            if self._tasks.training or not all(policy.waiting for policy in training):
+                return
+            ready = {policy: policy.ready(policy.version, tail) for policy in training}
+            if not tail and not all(ready.values()):
+                return
+        else:
+            ready = {asking: asking.ready(version, tail)}
+        for policy, is_ready in ready.items():
+            if is_ready:
+                policy.cut(version if policy is asking else policy.version, now)
+            policy.ended = tail and not is_ready
+            policy.changed.notify()
+        self._work.notify()
+        if all(policy.done for policy in self._policies.values()):
+            self._abandon(now)
+
+    def _abandon(self, now: float) -> None:
+        """Nobody needs training data any more: give up what is under way, so that workers hear it must stop."""
+        for task in self._tasks.training_tasks():
+            self._close(task, now)
+
+    # --- time --------------------------------------------------------------------------------------------------
+
+    def _sweep(self, now: float) -> None:
+        """Take the tasks whose deadline has passed, or whose worker is silent, away from their workers."""
+        self._lose(self._dispatch.sweep(now), now)
+
+    def _lose(self, task_ids: tuple[str, ...], now: float) -> None:
+        if task_ids:
+            for task in self._dispatch.lose(task_ids):
+                self._close(task, now)
+            self._work.notify()
+
+    def _failure(self, policy: PolicyStream, now: float) -> str:
+        """Why no batch will come for this policy; empty if one may. In synchronous mode all fail together."""
+        streams = self._policies.values() if self._config.synchronous else (policy,)
+        return next(filter(None, (stream.failure for stream in streams)), "") or self._producers_failure(now)
+
+    def _producers_failure(self, now: float) -> str:
+        silent_s = now - self._workers.heard_at
+        if self._phase == "finished" or silent_s <= self._config.worker_grace_s:
+            return ""
+        return (
+            f"no rollout worker was heard of for {silent_s:.0f} s (worker_grace_s {self._config.worker_grace_s:g}); "
+            f"{self._tasks.training} training and {self._tasks.evaluating} evaluation tasks are open"
+        )
+
+    # --- small things ------------------------------------------------------------------------------------------
+
+    def _policy(self, model_id: str) -> PolicyStream:
+        policy = self._policies.get(model_id)
+        if policy is None:
+            raise ValueError(f"this run does not train {model_id!r}; it trains {sorted(self._policies)}")
+        return policy
+
+    def _versions(self) -> tuple[PolicyVersion, ...]:
+        return tuple(policy.published for policy in self._policies.values() if policy.published is not None)
+
+    def _wake(self) -> None:
+        """Something changed for everybody."""
+        self._work.notify()
+        self._published.notify()
+        for policy in self._policies.values():
+            policy.changed.notify()
+        for run in self._evaluations.values():
+            run.changed.notify()

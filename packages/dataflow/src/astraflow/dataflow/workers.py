@@ -1,0 +1,102 @@
+"""The rollout workers: who they are, when they were heard of last, what they say they do.
+
+Invariant: a worker is alive iff it was heard of within the silence limit; one silent for much longer is forgotten.
+"""
+
+from __future__ import annotations
+
+import math
+
+from .interface import Registration, WorkerStats, WorkerStatus
+
+FORGET_AFTER = 20
+"""Silence limits after which a worker disappears from the status."""
+
+
+class Worker:
+    """One worker's introduction, last sign of life and figures."""
+
+    def __init__(self, registration: Registration, now: float) -> None:
+        self.registration = registration
+        self.heard_at = now
+        self.stats = WorkerStats()
+        self._full_bytes = 0
+        self._delta_bytes = 0
+        self._pause_s = 0.0
+
+    def take(self, stats: WorkerStats) -> None:
+        self.stats = stats
+        self._full_bytes += stats.pulled_full_bytes
+        self._delta_bytes += stats.pulled_delta_bytes
+        self._pause_s += stats.swap_pause_s
+
+    def status(self, now: float, alive: bool) -> WorkerStatus:
+        stats = self.stats
+        return WorkerStatus(
+            worker_id=self.registration.worker_id,
+            pool=self.registration.pool,
+            capacity=self.registration.capacity,
+            alive=alive,
+            running=stats.running if alive else 0,
+            tokens_per_s=stats.generated_tokens / stats.seconds if alive and stats.seconds > 0 else 0.0,
+            versions=stats.versions,
+            silent_s=max(0.0, now - self.heard_at),
+            pulled_full_bytes=self._full_bytes,
+            pulled_delta_bytes=self._delta_bytes,
+            swap_pause_s=self._pause_s,
+        )
+
+
+class Workers:
+    """All workers. `heard_at` is when any of them was heard of last."""
+
+    def __init__(self, silence_s: float, now: float) -> None:
+        self._silence_s = silence_s
+        self._workers: dict[str, Worker] = {}
+        self.heard_at = now
+
+    def register(self, registration: Registration, now: float) -> bool:
+        """Returns True if this is another process than the one known by that name: what that one ran is lost."""
+        known = self.hear(registration.worker_id, now)
+        if known is not None and known.registration.pid == registration.pid:
+            known.registration = registration
+            return False
+        self._workers[registration.worker_id] = Worker(registration, now)
+        self.heard_at = now
+        return known is not None
+
+    def hear(self, worker_id: str, now: float) -> Worker | None:
+        """A sign of life; None from a stranger."""
+        worker = self._workers.get(worker_id)
+        if worker is not None:
+            worker.heard_at = self.heard_at = now
+        return worker
+
+    def alive(self, worker: Worker, now: float) -> bool:
+        return now - worker.heard_at <= self._silence_s
+
+    def others_alive(self, worker_id: str, now: float) -> bool:
+        return any(name != worker_id and self.alive(worker, now) for name, worker in self._workers.items())
+
+    def sweep(self, now: float) -> set[str]:
+        """The names of the silent; those silent for very long are forgotten."""
+        forgotten = [
+            name for name, worker in self._workers.items() if now - worker.heard_at > FORGET_AFTER * self._silence_s
+        ]
+        silent = {name for name, worker in self._workers.items() if not self.alive(worker, now)}
+        for name in forgotten:
+            del self._workers[name]
+        return silent
+
+    def next_silence(self, now: float) -> float:
+        """When the next live worker would count as silent; infinity without one."""
+        times = (worker.heard_at + self._silence_s for worker in self._workers.values() if self.alive(worker, now))
+        return min(times, default=math.inf)
+
+    def size(self, now: float) -> float:
+        """The live pool in the balance rule's unit: its GPUs, or its workers where there are none."""
+        alive = [worker.registration for worker in self._workers.values() if self.alive(worker, now)]
+        return sum(registration.gpus for registration in alive) or float(len(alive))
+
+    def statuses(self, now: float) -> tuple[WorkerStatus, ...]:
+        return tuple(worker.status(now, self.alive(worker, now)) for worker in self._workers.values())

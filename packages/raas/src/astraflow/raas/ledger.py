@@ -1,0 +1,81 @@
+"""What a worker holds: the leased tasks and which of their samples are not yet with the dataflow.
+
+Pure bookkeeping. Invariant: a sample is held from its task's lease until its result was acknowledged or its task was
+dropped, so what the worker holds in memory, unsent results included, is bounded by its capacity and one group.
+"""
+
+from __future__ import annotations
+
+import anyio
+
+from astraflow.dataflow import RolloutTask
+
+Key = tuple[str, int]
+"""(task id, attempt): a task that comes back to the same worker is another one."""
+
+
+class Held:
+    """One leased task. `deadline` is on anyio's clock; cancelling `scope` ends its rollouts."""
+
+    def __init__(self, task: RolloutTask, leased_at: float, deadline: float) -> None:
+        self.task = task
+        self.leased_at = leased_at
+        self.deadline = deadline
+        self.scope = anyio.CancelScope()
+        self.open = set(range(task.n_samples))
+
+    @property
+    def key(self) -> Key:
+        return self.task.task_id, self.task.attempt
+
+
+class Ledger:
+    """The tasks held, and room for more."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._held: dict[Key, Held] = {}
+        self._samples = 0
+        self._changed = anyio.Event()
+
+    @property
+    def free(self) -> int:
+        """Samples that may still be taken on; at most 0 when full."""
+        return self._capacity - self._samples
+
+    def task_ids(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(task_id for task_id, _ in self._held))
+
+    def take(self, held: Held) -> None:
+        self._held[held.key] = held
+        self._samples += len(held.open)
+
+    def settle(self, key: Key, index: int) -> None:
+        """A sample's result is with the dataflow; nothing happens if its task was dropped meanwhile."""
+        held = self._held.get(key)
+        if held is None or index not in held.open:
+            return
+        held.open.discard(index)
+        self._release(1)
+        if not held.open:
+            del self._held[key]
+
+    def drop(self, task_id: str) -> bool:
+        """End the rollouts of a task, all attempts; returns whether it was held."""
+        keys = [key for key in self._held if key[0] == task_id]
+        for key in keys:
+            held = self._held.pop(key)
+            held.scope.cancel()
+            self._release(len(held.open))
+        return bool(keys)
+
+    async def room(self) -> int:
+        """Wait until there is room; returns how much."""
+        while self.free <= 0:
+            await self._changed.wait()
+        return self.free
+
+    def _release(self, samples: int) -> None:
+        self._samples -= samples
+        self._changed.set()
+        self._changed = anyio.Event()

@@ -1,0 +1,84 @@
+"""The whole run in one process on one event loop; model arithmetic in threads.
+
+Invariant: every task belongs to one task group, so a failure cancels the others and its cause surfaces alone; on the
+first Ctrl-C what was learned is saved, on the second the run is cancelled.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import anyio
+import torch
+from rich.console import Console
+
+from astraflow.trainer import train
+from astraflow.weightsync import MemoryStore
+
+from .config import AnyRun
+from .driver import Driver, RunResult, stop_on_signal
+from .lag import LagProbe
+from .recipe import Recipe
+from .rundir import RunDirectory, RunWriter
+from .services import build_dataflow, build_worker, policy_spec, resolve_device, resolve_models
+from .summary import Summary, summarise
+from .view import watch
+
+
+async def run_in_process(recipe: Recipe[AnyRun], config: AnyRun, run: RunDirectory, console: Console) -> Summary:
+    """Run to the end and return the figures; the run directory holds everything else."""
+    torch.set_num_threads(1)
+    device = resolve_device(config.device)
+    models = await resolve_models(config)
+    probe = LagProbe()
+    with RunWriter(run).running() as writer:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(probe.run)
+            result = await run_services(recipe, config, run, models, device, writer, console)
+            tasks.cancel_scope.cancel()
+        lag = probe.summary()
+        writer.metrics("loop", p50_ms=lag.p50_ms, p99_ms=lag.p99_ms, max_ms=lag.max_ms, probes=lag.probes)
+    return summarise(recipe.name, config.seed, recipe.headlines, result, lag)
+
+
+async def run_services(
+    recipe: Recipe[AnyRun],
+    config: AnyRun,
+    run: RunDirectory,
+    models: dict[str, Path],
+    device: str,
+    writer: RunWriter,
+    console: Console,
+) -> RunResult:
+    dataflow = build_dataflow(recipe, config, writer)
+    driver = Driver(dataflow, config.policies, [s.name for s in recipe.parts.suites(config)])
+    stores = {name: MemoryStore(f"{run.path.resolve()}/{name}") for name in models}
+    training = set(models)
+    trained = anyio.Event()
+
+    async def run_trainer(name: str) -> None:
+        spec = policy_spec(config, run, name, models[name], device)
+        await train(spec, config.trainer, dataflow, stores[name], export=run.policy(name))
+        training.discard(name)
+        if not training:
+            trained.set()
+
+    async def run_worker() -> None:
+        # After the trainers: loading a model changes torch's defaults for the whole process while it goes on.
+        await driver.published.wait()
+        await build_worker(recipe, config, dataflow, models, "worker-0", device).run()
+
+    try:
+        async with anyio.create_task_group() as services:
+            if not config.debug:
+                services.start_soon(stop_on_signal, driver, console)
+            for name in models:
+                services.start_soon(run_trainer, name)
+            services.start_soon(run_worker)
+            services.start_soon(watch, dataflow, lambda: driver.stage, config.steps, recipe.view_metrics, console)
+            result = await driver.run(trained.wait)
+            services.cancel_scope.cancel()
+    finally:
+        for store in stores.values():
+            store.close()
+    return result

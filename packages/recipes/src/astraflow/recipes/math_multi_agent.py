@@ -1,0 +1,113 @@
+"""math-multi-agent: a solver and a verifier learn sums together, each with weights of its own.
+
+The solver answers, the verifier recomputes and accepts or rejects, a rejected solver tries once more. Problems come
+from the reasoning-gym library; held-out problems are never trained on.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from astraflow.dataflow import EvalSuite, ListSource, PromptSource, Sampling
+from astraflow.trainer import LossConfig, TrainerConfig
+
+from .config import DataConfig, EvalConfig, PolicyConfig, RolloutConfig, RunConfig
+from .math_tasks import MathTask, held_out_prompts, train_prompts, with_claims
+from .recipe import Headline, Recipe
+
+WORKFLOWS = "astraflow.recipes.math_workflows"
+
+
+class MathConfig(RunConfig, frozen=True, kw_only=True):
+    """Solver and verifier learn sums."""
+
+    task: MathTask = MathTask()
+
+
+class MathParts:
+    """Prompts and evaluations of the recipe."""
+
+    def source(self, config: MathConfig, /) -> PromptSource:
+        return ListSource(train_prompts(config.task, seed=config.seed), seed=config.seed)
+
+    def suites(self, config: MathConfig, /) -> list[EvalSuite]:
+        n = config.eval.problems
+        if n == 0:
+            return []
+        problems = tuple(held_out_prompts(config.task, n))
+        reworded = tuple(held_out_prompts(msgspec.structs.replace(config.task, wording="other"), n))
+        sampling = {
+            name: Sampling(max_new_tokens=policy.max_new_tokens, temperature=0.0)
+            for name, policy in config.policies.items()
+        }
+
+        return [
+            EvalSuite(name="solver", prompts=problems, workflow="solver_only", n_samples=1, sampling=sampling),
+            EvalSuite(name="reworded", prompts=reworded, workflow="solver_only", n_samples=1, sampling=sampling),
+            EvalSuite(name="team", prompts=problems, workflow="solver_verifier", n_samples=1, sampling=sampling),
+            EvalSuite(
+                name="verifier",
+                prompts=tuple(with_claims(problems)),
+                workflow="verify_claim",
+                n_samples=1,
+                sampling=sampling,
+            ),
+        ]
+
+
+HEADLINES = (
+    Headline(title="solver", suite="solver", metric="solver_correct"),
+    Headline(title="solver, lenient parser", suite="solver", metric="solver_lenient"),
+    Headline(title="solver, other wording", suite="reworded", metric="solver_correct"),
+    Headline(title="solver, other wording, lenient", suite="reworded", metric="solver_lenient"),
+    Headline(title="solver + verifier", suite="team", metric="final_correct"),
+    Headline(title="verifier, balanced claims", suite="verifier", metric="verifier_correct"),
+)
+
+LAPTOP = MathConfig(
+    policies={"solver": PolicyConfig(), "verifier": PolicyConfig()},
+    trainer=TrainerConfig(lr=2e-5, loss=LossConfig(name="m2po", kl=0.001)),
+)
+
+TINY = MathConfig(
+    steps=30,
+    policies={
+        "solver": PolicyConfig(model="package:tiny", batch_size=128, max_new_tokens=6),
+        "verifier": PolicyConfig(model="package:tiny", batch_size=128, max_new_tokens=6),
+    },
+    rollout=RolloutConfig(max_context=96, max_running=64, capacity=64),
+    trainer=TrainerConfig(lr=3e-4, loss=LossConfig(name="m2po", kl=0.0), checkpoint_every=10),
+    eval=EvalConfig(problems=300),
+    data=DataConfig(),
+    task=MathTask(),
+)
+
+GPU = MathConfig(
+    steps=100,
+    policies={
+        "solver": PolicyConfig(batch_size=256, max_new_tokens=16),
+        "verifier": PolicyConfig(batch_size=256, max_new_tokens=16),
+    },
+    rollout=RolloutConfig(capacity=256, max_running=256),
+    trainer=TrainerConfig(lr=2e-5, micro_tokens=16384, loss=LossConfig(name="m2po", kl=0.001)),
+)
+
+RECIPE: Recipe[MathConfig] = Recipe(
+    name="math-multi-agent",
+    summary="a solver and a verifier learn sums together (Solver + Verifier workflow)",
+    parts=MathParts(),
+    presets={"laptop": LAPTOP, "tiny": TINY, "gpu": GPU},
+    default_preset="laptop",
+    gpu_preset="gpu",
+    workflow="solver_verifier",
+    workflows={
+        name: f"{WORKFLOWS}:{function}"
+        for name, function in {
+            "solver_verifier": "solver_verifier",
+            "solver_only": "solver_only",
+            "verify_claim": "verify_claim",
+        }.items()
+    },
+    headlines=HEADLINES,
+    view_metrics=("solver_correct", "final_correct", "verifier_correct"),
+)

@@ -1,0 +1,20 @@
+"""The recipes there are, by name, each imported only when it is asked for."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from .recipe import Recipe
+
+RECIPES = {"math-multi-agent": "astraflow.recipes.math_multi_agent"}
+
+
+def recipe_names() -> list[str]:
+    return list(RECIPES)
+
+
+def load_recipe(name: str) -> Recipe[Any]:
+    recipe = importlib.import_module(RECIPES[name]).RECIPE
+    assert isinstance(recipe, Recipe)
+    return recipe

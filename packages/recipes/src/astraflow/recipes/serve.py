@@ -1,0 +1,155 @@
+"""One service of a run in this process, over the network interface: what --split starts and `recipes serve` types.
+
+Invariant: a service takes everything from the run directory's configuration, so all services of a run agree; it leaves
+by itself when the dataflow says the run is finished, and drains on SIGTERM.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import anyio
+
+from astraflow.dataflow import Control, DataflowService, Empty
+from astraflow.raas import Worker
+from astraflow.rpc import connect, serve
+from astraflow.weightsync import DirectoryStore
+
+from .config import AnyRun, ConfigError
+from .lag import LagProbe
+from .recipe import Recipe
+from .rundir import RunDirectory, RunWriter
+from .services import build_dataflow, build_worker, policy_spec, resolve_device, resolve_models
+
+PR_SET_PDEATHSIG = 1
+SUPERVISOR = "ASTRAFLOW_SUPERVISOR"
+JOIN_S = 60.0
+"""How long a service looks for the dataflow before it gives up."""
+
+LINGER_S = 20.0
+LAG_EVERY_S = 10.0
+
+
+async def serve_dataflow(recipe: Recipe[AnyRun], config: AnyRun, run: RunDirectory, listen: str) -> None:
+    """Serve the dataflow at `listen` until SIGTERM, or until everybody had time to hear that the run is finished."""
+    with RunWriter(run).running() as writer:
+        dataflow = build_dataflow(recipe, config, writer)
+        async with serve(dataflow, DataflowService, listen) as server, anyio.create_task_group() as tasks:
+            print(f"dataflow at {server.address}", flush=True)
+            tasks.start_soon(record_lag, writer)
+            tasks.start_soon(leave_when_finished, dataflow, tasks.cancel_scope)
+            await terminated()
+            await dataflow.control(Control(phase="finished"))
+            tasks.cancel_scope.cancel()
+
+
+async def record_lag(writer: RunWriter) -> None:
+    probe = LagProbe()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(probe.run)
+        while True:
+            await anyio.sleep(LAG_EVERY_S)
+            lag = probe.summary()
+            writer.metrics("loop", p50_ms=lag.p50_ms, p99_ms=lag.p99_ms, max_ms=lag.max_ms, probes=lag.probes)
+
+
+async def leave_when_finished(dataflow: DataflowService, scope: anyio.CancelScope) -> None:
+    while True:
+        status = await dataflow.status(Empty())
+        if status.phase == "finished":
+            break
+        await anyio.sleep(1.0)
+    await anyio.sleep(LINGER_S)
+    scope.cancel()
+
+
+async def serve_raas(recipe: Recipe[AnyRun], config: AnyRun, join: str, worker_id: str) -> None:
+    """Join the dataflow at `join` as a rollout worker until the run is finished; SIGTERM drains."""
+    one_thread()
+    device = resolve_device(config.device)
+    models = await resolve_models(config)
+    async with connect(join, DataflowService, connect_timeout=JOIN_S) as dataflow:
+        worker = build_worker(recipe, config, dataflow, models, worker_id, device)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(drain_on_signal, worker)
+            await worker.run()
+            tasks.cancel_scope.cancel()
+
+
+async def drain_on_signal(worker: Worker) -> None:
+    await terminated()
+    worker.drain()
+
+
+async def serve_trainer(recipe: Recipe[AnyRun], config: AnyRun, run: RunDirectory, join: str, policy: str) -> None:
+    """Train one policy for the dataflow at `join` until its steps are done; SIGTERM saves a checkpoint and leaves."""
+    from astraflow.trainer import train
+
+    if policy not in config.policies:
+        raise ConfigError(f"--policy {policy}: this run trains {', '.join(config.policies)}")
+    one_thread()
+    device = resolve_device(config.device)
+    models = await resolve_models(config)
+    store = DirectoryStore(run.weights(policy))
+    spec = policy_spec(config, run, policy, models[policy], device)
+    async with connect(join, DataflowService, connect_timeout=JOIN_S) as dataflow, anyio.create_task_group() as tasks:
+        tasks.start_soon(cancel_on_signal, tasks.cancel_scope)
+        await train(spec, config.trainer, dataflow, store, export=run.policy(policy))
+        tasks.cancel_scope.cancel()
+
+
+async def cancel_on_signal(scope: anyio.CancelScope) -> None:
+    await terminated()
+    scope.cancel()
+
+
+async def terminated() -> None:
+    """Wait for SIGTERM or SIGINT."""
+    with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        async for _ in signals:
+            return
+
+
+def one_thread() -> None:
+    """One torch thread per service: several share the cores, and two threads on loaded cores are slower than one."""
+    import torch
+
+    torch.set_num_threads(1)
+
+
+def serve_commands(policies: list[str], workers: int, run: Path, address: str) -> dict[str, list[str]]:
+    """The commands, by service name, that make up a run: what --split starts and --print-commands prints."""
+    place = ["--run", str(run)]
+    commands = {"dataflow": ["serve", "dataflow", *place, "--listen", address]}
+    for index in range(workers):
+        commands[f"worker-{index}"] = ["serve", "raas", *place, "--join", address, "--worker-id", f"worker-{index}"]
+    for policy in policies:
+        commands[f"trainer-{policy}"] = ["serve", "trainer", *place, "--join", address, "--policy", policy]
+    return commands
+
+
+def free_port() -> int:
+    """A TCP port of the loopback interface that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def child_environment() -> dict[str, str]:
+    """One thread for numerical libraries, set before they are loaded; and whose child it is."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", SUPERVISOR: str(os.getpid())}
+
+
+def die_with_supervisor() -> None:
+    """In a supervised child: be terminated when the supervisor is killed, so that no service is left behind (Linux)."""
+    parent = os.environ.get(SUPERVISOR)
+    if parent is None or sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != int(parent):
+        os.kill(os.getpid(), signal.SIGTERM)

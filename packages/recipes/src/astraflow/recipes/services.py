@@ -1,0 +1,123 @@
+"""Builds each service of a run from (recipe, configuration, run directory): the same in one process and in several."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+
+import anyio.to_thread
+
+from astraflow.dataflow import Dataflow, DataflowConfig, DataflowService, Observer, PolicyFeed, Sampling
+from astraflow.raas import EngineSpec, Worker, WorkerConfig, load_engine, load_tokenizer, load_workflow
+from astraflow.trainer import PolicySpec
+
+from .config import AnyRun, ConfigError, Device, RunConfig
+from .models import resolve_model
+from .recipe import Recipe
+from .rundir import RunDirectory
+
+
+def resolve_device(device: Device) -> str:
+    """Raises ConfigError if a GPU is asked for and there is none."""
+    import torch
+
+    available = torch.cuda.is_available()
+    if device == "cuda" and not available:
+        raise ConfigError("--device cuda: no CUDA device is visible to torch here; use --device cpu")
+    return "cuda" if available and device != "cpu" else "cpu"
+
+
+async def resolve_models(config: RunConfig) -> dict[str, Path]:
+    """Local directories of the policies' initial models, converted or downloaded once."""
+    made: dict[str, Path] = {}
+    for name, policy in config.policies.items():
+        made[name] = await anyio.to_thread.run_sync(resolve_model, policy.model)
+    return made
+
+
+def build_dataflow(recipe: Recipe[AnyRun], config: AnyRun, observer: Observer | None) -> Dataflow:
+    data = config.data
+    return Dataflow(
+        DataflowConfig(
+            policies=tuple(
+                PolicyFeed(
+                    model_id=name,
+                    batch_size=policy.batch_size,
+                    max_staleness=data.max_staleness,
+                    steps=config.steps,
+                    order=data.order,
+                )
+                for name, policy in config.policies.items()
+            ),
+            workflow=recipe.workflow,
+            n_samples=data.n_samples,
+            sampling={
+                name: Sampling(max_new_tokens=policy.max_new_tokens, temperature=policy.temperature)
+                for name, policy in config.policies.items()
+            },
+            seed=config.seed,
+            task_deadline_s=data.task_deadline_s,
+            worker_silence_s=data.worker_silence_s,
+            zero_advantage=data.dynamic_sampling,
+            max_dropped_batches=data.max_dropped_batches,
+            synchronous=config.synchronous,
+        ),
+        recipe.parts.source(config),
+        recipe.parts.suites(config),
+        observer=observer,
+    )
+
+
+def build_worker(
+    recipe: Recipe[AnyRun],
+    config: AnyRun,
+    dataflow: DataflowService,
+    models: Mapping[str, Path],
+    worker_id: str,
+    device: str,
+) -> Worker:
+    rollout = config.rollout
+    engines = {
+        name: load_engine(
+            rollout.engine,
+            EngineSpec(
+                model_id=name,
+                model=str(path),
+                device=device,
+                dtype=rollout.dtype,
+                max_running=rollout.max_running,
+                max_context=rollout.max_context,
+                cache=rollout.cache,
+                deterministic=config.debug,
+            ),
+        )
+        for name, path in models.items()
+    }
+    return Worker(
+        WorkerConfig(
+            worker_id=worker_id,
+            pool="local",
+            capacity=rollout.capacity,
+            min_update_s=rollout.min_update_s,
+            transfer=rollout.transfer,
+            one_at_a_time=config.debug,
+            reraise=config.debug,
+        ),
+        dataflow,
+        engines=engines,
+        tokenizers={name: load_tokenizer(str(path)) for name, path in models.items()},
+        workflows={name: load_workflow(target) for name, target in recipe.workflows.items()},
+    )
+
+
+def policy_spec(config: RunConfig, run: RunDirectory, model_id: str, model: Path, device: str) -> PolicySpec:
+    seed = int.from_bytes(hashlib.sha256(f"{config.seed}/{model_id}".encode()).digest()[:4], "little")
+    return PolicySpec(
+        model_id=model_id,
+        model=str(model),
+        directory=str(run.checkpoints(model_id)),
+        reference=str(model) if config.trainer.loss.kl > 0 else None,
+        device=device,
+        seed=seed,
+    )

@@ -1,0 +1,129 @@
+"""What a person sees while a run goes on: a live table on a terminal, a line now and then elsewhere.
+
+Pure rendering of `Status`; the loops at the end only ask for one and show it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import anyio
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from astraflow.dataflow import DataflowService, Empty, PolicyStatus, Status, Trajectory
+
+REFRESH_S = 0.5
+LINE_S = 10.0
+
+
+def policy_table(status: Status, steps: int) -> Table:
+    table = Table(expand=True, title_justify="left")
+    for name in (
+        "policy",
+        "version",
+        "reward",
+        "wait",
+        "staleness",
+        "buffered",
+        "running",
+        "train tok/s",
+        "loss",
+        "kl",
+    ):
+        table.add_column(name, justify="left" if name == "policy" else "right")
+    for p in status.policies:
+        metrics = p.metrics
+        table.add_row(
+            p.model_id,
+            f"{p.version}/{steps}",
+            f"{p.reward_mean:.2f}",
+            f"{p.wait_fraction:.0%}",
+            f"{p.staleness_mean:.1f} (max {p.staleness_max})",
+            str(p.buffered),
+            str(p.running),
+            f"{metrics.get('tokens_per_s', 0.0):.0f}",
+            f"{metrics.get('loss', 0.0):+.3f}",
+            f"{metrics.get('kl', 0.0):.4f}",
+        )
+    return table
+
+
+def worker_table(status: Status) -> Table:
+    table = Table(expand=True)
+    for name in ("pool / worker", "running", "sample tok/s", "weights at", "full MB", "delta MB", "pause ms"):
+        table.add_column(name, justify="left" if name == "pool / worker" else "right")
+    for w in status.workers:
+        table.add_row(
+            f"{w.pool} / {w.worker_id}" + ("" if w.alive else f" (silent {w.silent_s:.0f} s)"),
+            f"{w.running}/{w.capacity}",
+            f"{w.tokens_per_s:.0f}",
+            ", ".join(f"{name} {version}" for name, version in sorted(w.versions.items())),
+            f"{w.pulled_full_bytes / 1e6:.0f}",
+            f"{w.pulled_delta_bytes / 1e6:.1f}",
+            f"{w.swap_pause_s * 1e3:.0f}",
+            style="" if w.alive else "red",
+        )
+    return table
+
+
+def exchange(trajectory: Trajectory) -> Text:
+    """A sample exchange, one line a message."""
+    text = Text()
+    for message in trajectory.messages:
+        text.append(f"{message.name or message.role}: ", style="bold")
+        text.append(message.content.strip().replace("\n", " ⏎ ") + "\n")
+    return text
+
+
+def screen(status: Status, stage: str, steps: int, view_metrics: tuple[str, ...]) -> RenderableType:
+    """The whole live view."""
+    head = Text(f"{stage}", style="bold green")
+    shown = [f"{name} {status.metrics[name]:.2f}" for name in view_metrics if name in status.metrics]
+    if shown:
+        head.append("   " + " · ".join(shown), style="default")
+    if status.pending_eval:
+        head.append(f"   evaluation samples to come: {status.pending_eval}", style="default")
+    parts: list[RenderableType] = [head, policy_table(status, steps), worker_table(status)]
+    if status.example is not None:
+        parts.append(Panel(exchange(status.example), title="newest exchange", title_align="left"))
+    if status.error:
+        parts.append(Text(status.error, style="bold red"))
+    return Group(*parts)
+
+
+def plain_policy(p: PolicyStatus, steps: int) -> str:
+    return (
+        f"{p.model_id} v{p.version}/{steps} reward {p.reward_mean:.2f} wait {p.wait_fraction:.0%}"
+        f" stale {p.staleness_mean:.1f} buffered {p.buffered}"
+    )
+
+
+def plain(status: Status, stage: str, steps: int, view_metrics: tuple[str, ...]) -> str:
+    """The view as one line."""
+    tokens = sum(w.tokens_per_s for w in status.workers if w.alive)
+    parts = [plain_policy(p, steps) for p in status.policies] if stage == "training" else []
+    if status.pending_eval:
+        parts.append(f"{status.pending_eval} samples to come")
+    parts += [f"{name} {status.metrics[name]:.2f}" for name in view_metrics if name in status.metrics]
+    parts.append(f"{tokens:.0f} tok/s sampled")
+    return f"[{stage}] " + " | ".join(parts)
+
+
+async def watch(
+    dataflow: DataflowService, stage: Callable[[], str], steps: int, view_metrics: tuple[str, ...], console: Console
+) -> None:
+    """Show the run until cancelled: live on a terminal, else a line every `LINE_S` seconds."""
+    if not console.is_terminal:
+        while True:
+            status = await dataflow.status(Empty())
+            console.print(plain(status, stage(), steps, view_metrics), highlight=False, soft_wrap=True, markup=False)
+            await anyio.sleep(LINE_S)
+    with Live(console=console, auto_refresh=False, transient=True) as live:
+        while True:
+            status = await dataflow.status(Empty())
+            live.update(screen(status, stage(), steps, view_metrics), refresh=True)
+            await anyio.sleep(REFRESH_S)

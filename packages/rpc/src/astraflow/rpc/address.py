@@ -1,0 +1,149 @@
+"""Addresses: `unix:PATH` and `tcp://host:port`, bound before they are announced, and refused off this machine.
+
+Traffic is neither encrypted nor authenticated by the transport yet, so only loopback and Unix sockets are taken.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import ipaddress
+import os
+import socket
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+BACKLOG = 512
+
+
+@dataclass(frozen=True, slots=True)
+class UnixAddress:
+    path: str
+
+    def __str__(self) -> str:
+        return f"unix:{self.path}"
+
+
+@dataclass(frozen=True, slots=True)
+class TcpAddress:
+    """`host` is an IP address of the loopback interface."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"tcp://[{self.host}]:{self.port}" if ":" in self.host else f"tcp://{self.host}:{self.port}"
+
+
+Address = UnixAddress | TcpAddress
+
+
+def parse(text: str) -> Address:
+    """Read an address.
+
+    Raises:
+        ValueError: it is malformed, or not on this machine.
+    """
+    if text.startswith("unix:"):
+        path = text.removeprefix("unix:")
+        if not path:
+            raise ValueError("unix: wants a path, as in unix:/run/user/1000/service.sock")
+        return UnixAddress(path)
+    url = urlsplit(text)
+    try:
+        port = url.port
+    except ValueError as error:
+        raise ValueError(f"{text}: {error}") from error
+    if url.scheme != "tcp" or not url.hostname or port is None or url.path:
+        raise ValueError(f"{text!r} is not an address: use unix:PATH or tcp://host:port")
+    host = "127.0.0.1" if url.hostname == "localhost" else url.hostname
+    try:
+        loopback = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        loopback = False
+    if not loopback:
+        raise ValueError(
+            f"{text}: {url.hostname} is not a loopback address, and what travels there needs TLS, which this version "
+            "does not have; use tcp://127.0.0.1:PORT or unix:PATH (a tunnel such as ssh -L reaches another machine)"
+        )
+    return TcpAddress(host, port)
+
+
+def bind(address: Address) -> tuple[socket.socket, Address]:
+    """A listening socket, and the address it is bound to (port 0 resolved). Blocks for milliseconds.
+
+    Raises:
+        OSError: the address is in use, or cannot be bound.
+    """
+    if isinstance(address, UnixAddress):
+        return _bind_unix(address.path), address
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address.host, address.port))
+        listener.listen(BACKLOG)
+        listener.setblocking(False)
+    except OSError as error:
+        listener.close()
+        raise OSError(error.errno, f"cannot listen on {address}: {error.strerror}") from error
+    return listener, TcpAddress(address.host, listener.getsockname()[1])
+
+
+def _bind_unix(path: str) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    # Locking the directory keeps two starting servers from taking each other's fresh socket for a stale one.
+    directory = -1
+    try:
+        directory = os.open(Path(path).absolute().parent, os.O_RDONLY)
+        fcntl.flock(directory, fcntl.LOCK_EX)
+        _remove_stale(path)
+        listener.bind(path)
+        os.chmod(path, 0o600)  # nobody connects before listen()
+        listener.listen(BACKLOG)
+        listener.setblocking(False)
+    except OSError as error:
+        listener.close()
+        raise OSError(error.errno, f"cannot listen on unix:{path}: {error.strerror or error}") from error
+    finally:
+        if directory >= 0:
+            os.close(directory)
+    return listener
+
+
+def _remove_stale(path: str) -> None:
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise FileExistsError(errno.EEXIST, "the path exists and is not a socket")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            os.unlink(path)
+        else:
+            raise OSError(errno.EADDRINUSE, "another server is listening there")
+
+
+class UnixPath:
+    """The file of a bound Unix socket; `remove()` takes it away unless another server's has replaced it."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._identity = self._stat()
+
+    def _stat(self) -> tuple[int, int] | None:
+        try:
+            found = os.lstat(self._path)
+        except FileNotFoundError:
+            return None
+        return found.st_dev, found.st_ino
+
+    def remove(self) -> None:
+        if self._identity is not None and self._stat() == self._identity:
+            os.unlink(self._path)

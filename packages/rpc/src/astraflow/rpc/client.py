@@ -1,0 +1,256 @@
+"""Calling a served object: one connection that is made again when it is lost, and the rule of what is sent again.
+
+A call is sent at most once unless its method is idempotent; an idempotent one is sent again on the next connection
+until its deadline. While there is no connection, idempotent calls wait for one and others fail at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar, cast
+
+import anyio
+import structlog
+
+from . import frames
+from .address import Address, UnixAddress, parse
+from .background import background
+from .connection import Connection, Outgoing
+from .describe import Description, Method, describe
+from .interface import (
+    DeadlineExceeded,
+    InterfaceMismatch,
+    RpcError,
+    Unauthorized,
+    Unavailable,
+)
+from .invoke import decode_response, encode_request
+from .proxy import carrier_of, make_proxy
+from .stats import MethodStats
+
+FIRST_DELAY = 0.05
+LAST_DELAY = 2.0
+DIAL_TIMEOUT = 10.0
+STABLE_AFTER = 5.0
+OWNER_FIRST = 0.02
+
+REFUSED = (InterfaceMismatch, Unauthorized)
+
+T = TypeVar("T")
+log = structlog.get_logger(__name__)
+
+
+class Client:
+    """Carries a proxy's calls over the connection of the moment."""
+
+    def __init__(
+        self,
+        address: Address,
+        description: Description,
+        *,
+        token: str | None,
+        default_timeout: float,
+        max_frame: int,
+        keepalive: float,
+    ) -> None:
+        self.address = address
+        self.stats = {name: MethodStats() for name in description.methods}
+        self._description = description
+        self._token = token
+        self._default_timeout = default_timeout
+        self._max_frame = max_frame
+        self._keepalive = keepalive
+        self._connection: Connection | None = None
+        self._problem: RpcError = Unavailable("not connected yet")
+        self._changed = asyncio.Event()
+        self._closed = False
+
+    # --- the connection ------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Keep connected until cancelled."""
+        try:
+            async with anyio.create_task_group() as tasks:
+                delay = FIRST_DELAY
+                while True:
+                    try:
+                        connection = await self._dial()
+                    except RpcError as error:
+                        self._use(None, error)
+                    else:
+                        tasks.start_soon(connection.run, name=f"connection to {self.address}")
+                        since = anyio.current_time()
+                        self._use(connection, self._problem)
+                        await connection.retired.wait()
+                        reason = connection.channel.reason or "the server is closing"
+                        self._use(None, Unavailable(f"{self.address}: {reason}"))
+                        log.info("connection lost", address=str(self.address), reason=reason)
+                        if anyio.current_time() - since > STABLE_AFTER:
+                            delay = FIRST_DELAY
+                    await anyio.sleep(delay * random.uniform(0.5, 1.0))
+                    delay = min(2 * delay, LAST_DELAY)
+        finally:
+            self._closed = True
+            self._use(None, Unavailable(f"{self.address}: the client is closed"))
+
+    def _use(self, connection: Connection | None, problem: RpcError) -> None:
+        self._connection, self._problem = connection, problem
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _dial(self) -> Connection:
+        """Connect and shake hands. Raises an RpcError that says why it did not work."""
+        loop = asyncio.get_running_loop()
+        connection = Connection(self._description, self.stats, self._max_frame, self._keepalive)
+        try:
+            with anyio.fail_after(DIAL_TIMEOUT):
+                if isinstance(self.address, UnixAddress):
+                    await loop.create_unix_connection(lambda: connection.channel, self.address.path)
+                else:
+                    await loop.create_connection(lambda: connection.channel, self.address.host, self.address.port)
+                await connection.handshake(self._token)
+        except TimeoutError as error:
+            connection.channel.abort("no answer")
+            raise Unavailable(f"{self.address}: no answer within {DIAL_TIMEOUT:g} s") from error
+        except OSError as error:
+            connection.channel.abort(str(error))
+            raise Unavailable(f"{self.address}: {error}") from error
+        except BaseException:
+            connection.channel.abort("the handshake failed")
+            raise
+        return connection
+
+    async def connected(self, timeout: float) -> None:
+        """Wait for the first connection.
+
+        Raises:
+            Unavailable: there was none within `timeout` seconds; the message has the last reason.
+            InterfaceMismatch, Unauthorized: the server refused us.
+        """
+        with anyio.move_on_after(timeout):
+            await self._usable(wait=True)
+            return
+        raise Unavailable(f"no connection within {timeout:g} s: {self._problem}")
+
+    async def _usable(self, wait: bool) -> Connection:
+        while True:
+            if self._connection is not None and not self._connection.retired.is_set():
+                return self._connection
+            if not wait or self._closed or isinstance(self._problem, REFUSED):
+                raise type(self._problem)(str(self._problem))
+            await self._changed.wait()
+
+    # --- calls ---------------------------------------------------------------------------------------------------
+
+    async def call(self, method: Method, request: object) -> Any:
+        """One unary call, until the caller's deadline or `default_timeout`, whichever is earlier."""
+        body = encode_request(method, request)
+        deadline = anyio.current_effective_deadline()
+        limit = anyio.current_time() + self._default_timeout
+        if deadline <= limit:
+            try:
+                return await self._attempts(method, body, deadline)
+            except DeadlineExceeded:
+                # The caller's own scope says what its deadline means; it must not be overtaken by the server's timer.
+                if deadline < math.inf:
+                    await anyio.sleep(max(0.0, deadline - anyio.current_time()) + OWNER_FIRST)
+                raise
+        with anyio.move_on_after(self._default_timeout):
+            return await self._attempts(method, body, limit)
+        raise self._late(method)
+
+    async def _attempts(self, method: Method, body: bytes, deadline: float) -> Any:
+        while True:
+            connection = await self._usable(wait=method.idempotent)
+            try:
+                call = await connection.begin(method, body, deadline)
+                try:
+                    _, payload = await call.next()
+                finally:
+                    call.close()
+                return decode_response(method, payload)
+            except Unavailable:
+                if not method.idempotent or self._closed:
+                    raise
+
+    def _late(self, method: Method) -> RpcError:
+        where = f"{self._description.name}.{method.name}"
+        if self._connection is None:
+            return Unavailable(f"{where}: no connection for {self._default_timeout:g} s: {self._problem}")
+        return DeadlineExceeded(f"{where} did not end within the default timeout of {self._default_timeout:g} s")
+
+    async def stream(self, method: Method, request: object) -> AsyncIterator[Any]:
+        """A server stream. It has no deadline of its own: it lives until its end, its reader's, or the connection's."""
+        call = await self._begin_stream(method, encode_request(method, request))
+        try:
+            while True:
+                header, payload = await call.next()
+                if isinstance(header, frames.End):
+                    return
+                yield decode_response(method, payload)
+                call.consume(payload)
+        finally:
+            call.close()
+
+    async def _begin_stream(self, method: Method, body: bytes) -> Outgoing:
+        with anyio.move_on_after(self._default_timeout):
+            while True:
+                connection = await self._usable(wait=method.idempotent)
+                try:
+                    return await connection.begin(method, body, math.inf)
+                except Unavailable:
+                    if not method.idempotent or self._closed:
+                        raise
+        raise self._late(method)
+
+
+@asynccontextmanager
+async def connect(
+    address: str,
+    interface: Callable[..., T],
+    *,
+    token: str | None = None,
+    default_timeout: float = 60.0,
+    connect_timeout: float = 10.0,
+    max_frame: int = frames.MAX_FRAME,
+    keepalive: float = 10.0,
+) -> AsyncIterator[T]:
+    """A proxy of the object served as `interface` (a Protocol class) at `unix:PATH` or `tcp://host:port`.
+
+    The first connection is waited for `connect_timeout` seconds, so a server may start later than its client; a lost
+    one is made again for as long as the body runs.
+
+    Args:
+        default_timeout: limit in seconds of a call whose caller has no earlier deadline.
+        max_frame: largest message taken, in bytes.
+        keepalive: a server that has been silent for 3 × this many seconds is given up.
+
+    Raises:
+        ValueError: the address is malformed or not on this machine.
+        TypeError: `interface` cannot be served.
+        Unavailable: no server there.
+        InterfaceMismatch: it serves something else; the message lists what differs.
+        Unauthorized: it did not take the token.
+    """
+    description = describe(interface)
+    client = Client(
+        parse(address),
+        description,
+        token=token,
+        default_timeout=default_timeout,
+        max_frame=max_frame,
+        keepalive=keepalive,
+    )
+    async with background(client.run):
+        await client.connected(connect_timeout)
+        yield cast("T", make_proxy(description, client))
+
+
+def statistics(proxy: object) -> Mapping[str, MethodStats]:
+    """Figures by method of a proxy that `connect` gave; empty for any other object."""
+    carrier = carrier_of(proxy)
+    return carrier.stats if isinstance(carrier, Client) else {}

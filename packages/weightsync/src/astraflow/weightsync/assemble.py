@@ -1,0 +1,153 @@
+"""One frame on its way from store to sink: read, verify, decode, apply, verify again. Nothing is written here.
+
+A payload is decoded only when it has the blake3 that the manifest says, and what it makes is handed on only when it
+has the xxh3-128 of the dense frame.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import blake3
+import numpy as np
+import xxhash
+
+from .codecs import Index, apply, changed_elements, sparse_is_smaller
+from .interface import Bytes, CorruptVersion, Store, WrongBase
+from .layout import ITEMSIZE, cut, elements, offsets
+from .manifest import FrameRecord, Manifest, VersionRef, anchor_key, decode_manifest, delta_key, manifest_key
+from .plan import Path
+
+
+class Change(NamedTuple):
+    """What a frame becomes: `data` replaces the elements `at` these positions, or all of it where `at` is None."""
+
+    at: Index | None
+    data: Bytes
+
+
+class Span(NamedTuple):
+    """Bytes of a delta blob from `start` on."""
+
+    start: int
+    data: memoryview
+
+
+class Assembler:
+    """Makes the frames of a path's target. Immutable once made: frames can be assembled in several threads.
+
+    Reads the path's manifests when made. Raises CorruptVersion, or FileNotFoundError where retention was faster.
+    """
+
+    def __init__(self, store: Store, path: Path) -> None:
+        manifests = {ref: _load(store, ref) for ref in {path.target, *path.deltas, path.anchor} if ref is not None}
+        self.target = manifests[path.target]
+        self.layout = self.target.layout
+        self.frames = cut(self.layout, self.target.frame_bytes)
+        self._store = store
+        self._anchor = manifests[path.anchor] if path.anchor is not None else None
+        self._deltas = [manifests[ref] for ref in path.deltas]
+        self._starts = offsets(self.layout)
+        for manifest in manifests.values():
+            if manifest.layout != self.layout or manifest.frame_bytes != self.target.frame_bytes:
+                raise CorruptVersion(f"version {manifest.version} has another layout than {self.target.version}")
+
+    @property
+    def from_anchor(self) -> bool:
+        return self._anchor is not None
+
+    def spans(self, group: range) -> list[Span]:
+        """The payloads of the frames in `group`, one read per delta."""
+        return [_read_span(self._store, manifest, group) for manifest in self._deltas]
+
+    def change(self, position: int, spans: list[Span], base: Bytes | None, scratch: Bytes) -> Change | None:
+        """The frame at `position`; None if the sink's stays as it is.
+
+        `base` uint8 is the sink's frame, None where the path starts from an anchor. `scratch` uint8 has room for a
+        frame; nothing that is returned lies in it. Raises CorruptVersion, WrongBase.
+        """
+        if self._anchor is not None:
+            start = self._anchor_frame(position)
+            current, _ = self._follow(position, spans, start, self._anchor.frames[position].dense, scratch)
+            return Change(None, current if current is start else current.copy())
+        assert base is not None
+        current, index = self._follow(position, spans, base, b"", scratch)
+        if current is base:
+            return None
+        itemsize = ITEMSIZE[self._dtype(position)]
+        if index is None:
+            index = changed_elements(base, current, itemsize)
+        if sparse_is_smaller(len(index), itemsize, len(base)):
+            return Change(index, elements(current, itemsize)[index].view(np.uint8))
+        return Change(None, current.copy())
+
+    def _follow(
+        self, position: int, spans: list[Span], start: Bytes, verified: bytes, scratch: Bytes
+    ) -> tuple[Bytes, Index | None]:
+        """`start` (whose digest is `verified`, if known) through the deltas, into `scratch` where one changes it.
+
+        Also the changed positions, where a single delta says them.
+        """
+        current, positions = start, []
+        for manifest, span in zip(self._deltas, spans, strict=True):
+            record = manifest.frames[position]
+            if record.size:
+                if current is start:
+                    current = scratch[: len(start)]
+                    current[:] = start
+                payload = _payload(manifest, record, span)
+                positions.append(apply(record.codec, record.changed, payload, current, self._dtype(position)))
+            elif record.dense == verified:
+                continue
+            self._verify(current, record, position, manifest)
+            verified = record.dense
+        if not verified:
+            self._verify(current, self.target.frames[position], position, self.target)
+        return current, positions[0] if len(positions) == 1 else None
+
+    def _dtype(self, position: int) -> str:
+        return self.layout[self.frames[position].tensor].dtype
+
+    def _anchor_frame(self, position: int) -> Bytes:
+        manifest, frame = self._anchor, self.frames[position]
+        assert manifest is not None
+        key = anchor_key(manifest.incarnation, manifest.version)
+        data = self._store.read(key, manifest.anchor_start + self._starts[frame.tensor] + frame.offset, frame.length)
+        if len(data) != frame.length or blake3.blake3(data).digest() != manifest.frames[position].anchor:
+            raise CorruptVersion(f"{self._store.url}/{key} is damaged at tensor {self.layout[frame.tensor].name!r}")
+        dense = np.frombuffer(data, np.uint8)
+        self._verify(dense, manifest.frames[position], position, manifest)
+        return dense
+
+    def _verify(self, dense: Bytes, record: FrameRecord, position: int, manifest: Manifest) -> None:
+        if xxhash.xxh3_128_digest(dense.data) == record.dense:
+            return
+        name = self.layout[self.frames[position].tensor].name
+        if self._anchor is None:
+            raise WrongBase(
+                f"tensor {name!r} is not what version {manifest.version} starts from; the next pull is full"
+            )
+        raise CorruptVersion(f"tensor {name!r} of version {manifest.version} does not have the digest it should")
+
+
+def _load(store: Store, ref: VersionRef) -> Manifest:
+    return decode_manifest(store.read(manifest_key(ref.incarnation, ref.version)), ref)
+
+
+def _read_span(store: Store, manifest: Manifest, group: range) -> Span:
+    records = [manifest.frames[position] for position in group if manifest.frames[position].size]
+    if not records:
+        return Span(0, memoryview(b""))
+    start = min(record.position for record in records)
+    end = max(record.position + record.size for record in records)
+    key = delta_key(manifest.incarnation, manifest.version)
+    return Span(start, memoryview(store.read(key, start, end - start)))
+
+
+def _payload(manifest: Manifest, record: FrameRecord, span: Span) -> memoryview:
+    start = record.position - span.start
+    payload = span.data[start : start + record.size]
+    if len(payload) != record.size or blake3.blake3(payload).digest() != record.payload:
+        key = delta_key(manifest.incarnation, manifest.version)
+        raise CorruptVersion(f"{key} is damaged at bytes {record.position} to {record.position + record.size}")
+    return payload

@@ -1,0 +1,80 @@
+"""A store in this process, for a trainer and an engine that share it: reads are views, nothing is copied twice."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+
+_stores: dict[str, MemoryStore] = {}
+_registry = threading.Lock()
+
+
+class MemoryStore:
+    """Blobs in memory under a name that `open_store("mem:NAME")` finds, until `close()`.
+
+    Raises ValueError if the name is taken. What a reader holds stays valid after `delete` and `close`.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._blobs: dict[str, memoryview] = {}
+        self._lock = threading.Lock()
+        with _registry:
+            if not name or name in _stores:
+                raise ValueError(
+                    f"a memory store needs a name of its own, {name!r} is taken or empty; open_store finds it"
+                )
+            _stores[name] = self
+
+    @property
+    def url(self) -> str:
+        return f"mem:{self._name}"
+
+    @staticmethod
+    def find(name: str) -> MemoryStore:
+        """Raises LookupError."""
+        with _registry:
+            if name not in _stores:
+                raise LookupError(f"no memory store {name!r} in this process; open: {sorted(_stores) or 'none'}")
+            return _stores[name]
+
+    def close(self) -> None:
+        """Take the name out of the registry; those that hold the store can go on. Idempotent."""
+        with _registry:
+            if _stores.get(self._name) is self:
+                del _stores[self._name]
+
+    def put(self, key: str, chunks: Sequence[bytes | memoryview]) -> None:
+        blob = np.empty(sum(len(chunk) for chunk in chunks), np.uint8)
+        position = 0
+        for chunk in chunks:  # by numpy, which lets other threads run; bytes.join would not
+            blob[position : position + len(chunk)] = np.frombuffer(chunk, np.uint8)
+            position += len(chunk)
+        blob.flags.writeable = False
+        with self._lock:
+            self._blobs[key] = blob.data
+
+    def read(self, key: str, offset: int = 0, length: int | None = None) -> memoryview:
+        with self._lock:
+            blob = self._blobs.get(key)
+        if blob is None:
+            raise FileNotFoundError(f"{self.url} has no {key}")
+        return blob[offset:] if length is None else blob[offset : offset + length]
+
+    def swap(self, key: str, old: bytes | None, new: bytes) -> bool:
+        with self._lock:
+            held = self._blobs.get(key)
+            if (None if held is None else bytes(held)) != old:
+                return False
+            self._blobs[key] = memoryview(new)
+            return True
+
+    def list(self, prefix: str) -> list[str]:
+        with self._lock:
+            return sorted(key for key in self._blobs if key.startswith(prefix))
+
+    def delete(self, key: str) -> None:
+        with self._lock:
+            self._blobs.pop(key, None)

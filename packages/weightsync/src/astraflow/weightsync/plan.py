@@ -1,0 +1,103 @@
+"""Which way to the newest version, and which versions to keep: pure functions of what `HEAD` lists."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from .interface import CorruptVersion, PullKind, SinkState, TransferMode
+from .manifest import Head, VersionRef
+
+
+class Path(NamedTuple):
+    """From the sink's bytes, or from `anchor` where there is one, through `deltas` (oldest first) to `target`.
+
+    Neither: the sink already has the target's bytes, as another version.
+    """
+
+    anchor: VersionRef | None
+    deltas: tuple[VersionRef, ...]
+    target: VersionRef
+
+    @property
+    def kind(self) -> PullKind:
+        if self.anchor is not None:
+            return "full"
+        return "chain" if len(self.deltas) > 1 else "delta"
+
+    @property
+    def full_bytes(self) -> int:
+        return self.anchor.anchor_bytes if self.anchor is not None else 0
+
+    @property
+    def delta_bytes(self) -> int:
+        return sum(ref.delta_bytes for ref in self.deltas)
+
+
+def choose(head: Head, state: SinkState, mode: TransferMode, interval: int, *, full: bool = False) -> Path | None:
+    """The path from what the sink holds to the newest version; None if it holds that.
+
+    `auto`: the fewest bytes among the chain of deltas and anchor + chain. `published` (worker's version l): full if
+    there is no delta, if the sink holds no verified version, if `interval` > 0 and (l + 1) mod `interval` = 0, or if
+    the newest delta's base is not what the sink holds; else that delta. Bases match by digest. `full` forces anchor +
+    chain, for a sink whose bytes are not what it says. Raises CorruptVersion if `head` has no such path.
+    """
+    newest = head.newest
+    if state == SinkState(digest=newest.root, version=newest.version, incarnation=newest.incarnation) and not full:
+        return None
+    from_sink = None
+    if state.digest and not full:
+        from_sink = _chain(head, state.digest) if mode == "auto" else _published(newest, state, interval)
+    if from_sink is not None and mode == "published":
+        return from_sink
+    paths = [path for path in (from_sink, *_full(head)) if path is not None]
+    if not paths:
+        raise CorruptVersion(f"HEAD names no way to version {newest.version} from an anchor")
+    return min(paths, key=lambda path: path.full_bytes + path.delta_bytes)
+
+
+def _published(newest: VersionRef, state: SinkState, interval: int) -> Path | None:
+    if interval > 0 and (state.version + 1) % interval == 0:
+        return None
+    return Path(None, (newest,), newest) if newest.base_root == state.digest else None
+
+
+def _chain(head: Head, digest: str) -> Path | None:
+    """The fewest deltas from the bytes called `digest`."""
+    if head.newest.root == digest:
+        return Path(None, (), head.newest)
+    for behind in range(1, len(head.versions) + 1):
+        deltas = _deltas(head, behind)
+        if deltas and deltas[0].base_root == digest:
+            return Path(None, deltas, head.newest)
+    return None
+
+
+def _full(head: Head) -> list[Path]:
+    """Every anchor with the deltas from it."""
+    paths = []
+    for behind, anchor in enumerate(head.versions):
+        deltas = _deltas(head, behind)
+        if anchor.anchor_bytes and deltas is not None and (not deltas or deltas[0].base_root == anchor.root):
+            paths.append(Path(anchor, deltas, head.newest))
+    return paths
+
+
+def _deltas(head: Head, behind: int) -> tuple[VersionRef, ...] | None:
+    """The `behind` newest versions, oldest first; None if one does not start where the one before it ends (a version
+    may have no delta, as where the tensors' layout changed)."""
+    deltas = tuple(reversed(head.versions[:behind]))
+    linked = all(after.base_root == before.root for before, after in pairwise(deltas))
+    return deltas if linked else None
+
+
+def retained(versions: Sequence[VersionRef], keep: int) -> tuple[VersionRef, ...]:
+    """The newest versions (newest first) that must stay so that each of the last `keep` can be reached from an anchor.
+
+    At most `keep` + the distance between two anchors.
+    """
+    for position, ref in enumerate(versions):
+        if ref.anchor_bytes and position >= min(keep, len(versions)) - 1:
+            return tuple(versions[: position + 1])
+    return tuple(versions)

@@ -1,0 +1,179 @@
+"""The server's end: bring a sink to the newest version, the slow part while the old weights serve.
+
+`stage` reads, verifies and prepares everything; `Staged.commit` makes it current. Whatever goes wrong before `commit`
+leaves the sink's weights as they were, and what the sink holds is checked before a delta is built on it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from functools import partial
+
+import anyio
+import anyio.to_thread
+import numpy as np
+
+from .assemble import Assembler, Change
+from .interface import CorruptVersion, PullReport, Sink, SinkState, Store, TransferMode, WeightSyncError
+from .layout import ITEMSIZE, group_frames
+from .manifest import HEAD, Head, decode_head
+from .plan import Path, choose
+from .workers import run_all
+
+_ATTEMPTS = 5
+"""Retention may remove a version while it is read; the newest one is then read instead, this often."""
+
+
+class Staged:
+    """A version prepared beside the weights that serve. Ends with `commit` or `abort`, whichever comes first."""
+
+    def __init__(self, sink: Sink, path: Path, stage_s: float) -> None:
+        self._sink = sink
+        self._path = path
+        self._stage_s = stage_s
+        self._open = True
+        self._ending = threading.Lock()
+
+    @property
+    def version(self) -> int:
+        return self._path.target.version
+
+    def commit(self) -> PullReport:
+        """Make it current, all at once. Blocking and short: call it from a thread, while nothing reads the weights.
+
+        Raises WeightSyncError if it has ended; where the sink fails, the old weights are still in place.
+        """
+        target = self._path.target
+        with self._ending:
+            if not self._open:
+                raise WeightSyncError(
+                    f"version {self.version} is no longer staged: it ended, or a later stage took over"
+                )
+            self._open = False
+            started = time.perf_counter()
+            try:
+                self._sink.commit(SinkState(digest=target.root, version=target.version, incarnation=target.incarnation))
+            except BaseException:
+                self._sink.abort()
+                raise
+        return PullReport(
+            version=target.version,
+            incarnation=target.incarnation,
+            digest=target.root,
+            kind=self._path.kind,
+            full_bytes=self._path.full_bytes,
+            delta_bytes=self._path.delta_bytes,
+            stage_s=self._stage_s,
+            commit_s=time.perf_counter() - started,
+        )
+
+    def abort(self) -> None:
+        """Forget it; the old weights stay. No error if it has ended; waits for a `commit` under way."""
+        with self._ending:
+            if self._open:
+                self._open = False
+                self._sink.abort()
+
+
+class Puller:
+    """Brings `sink` to what `store` holds. One pull at a time; its calls to the sink never overlap.
+
+    `mode` and `interval`: see `astraflow.weightsync.plan.choose`; `interval` counts only for `published`.
+    """
+
+    def __init__(self, store: Store, sink: Sink, *, mode: TransferMode = "auto", interval: int = 10) -> None:
+        self._store = store
+        self._sink = sink
+        self._mode = mode
+        self._interval = interval
+        self._distrust = False
+        self._staged: Staged | None = None
+        self._busy = anyio.Lock()
+
+    async def stage(self) -> Staged | None:
+        """Prepare the newest version; None if the sink holds it or nothing is published yet.
+
+        An earlier `Staged` that has not ended is aborted. Raises CorruptVersion or WrongBase: the old weights stay,
+        and the next call takes the full path. Cancellation leaves the old weights.
+        """
+        async with self._busy:
+            await anyio.to_thread.run_sync(self._drop)
+            started = time.perf_counter()
+            for _ in range(_ATTEMPTS):
+                seen = await anyio.to_thread.run_sync(self._choose)
+                if seen is None:
+                    return None
+                head, path = seen
+                try:
+                    await self._stage(path)
+                except FileNotFoundError as gone:
+                    if await anyio.to_thread.run_sync(self._head) != head:
+                        continue
+                    self._distrust = path.anchor is None
+                    raise CorruptVersion(f"version {path.target.version} is named by HEAD but incomplete") from gone
+                except WeightSyncError:
+                    self._distrust = path.anchor is None
+                    raise
+                self._distrust = False
+                self._staged = Staged(self._sink, path, time.perf_counter() - started)
+                return self._staged
+            raise WeightSyncError(
+                f"{self._store.url}: versions were removed while being read, {_ATTEMPTS} times; keep more of them"
+            )
+
+    async def pull(self) -> PullReport | None:
+        """`stage` and `commit`; for a sink that nothing reads meanwhile. None if there is nothing new."""
+        staged = await self.stage()
+        return await anyio.to_thread.run_sync(staged.commit) if staged is not None else None
+
+    def _drop(self) -> None:
+        if self._staged is not None:
+            self._staged.abort()
+            self._staged = None
+
+    def _head(self) -> Head | None:
+        try:
+            return decode_head(self._store.read(HEAD))
+        except FileNotFoundError:
+            return None
+
+    def _choose(self) -> tuple[Head, Path] | None:
+        head = self._head()
+        if head is None:
+            return None
+        path = choose(head, self._sink.state(), self._mode, self._interval, full=self._distrust)
+        return None if path is None else (head, path)
+
+    async def _stage(self, path: Path) -> None:
+        assembler = await anyio.to_thread.run_sync(Assembler, self._store, path)
+        groups = group_frames(assembler.frames, assembler.target.frame_bytes, whole_tensors=True)
+        try:
+            await anyio.to_thread.run_sync(self._sink.begin, assembler.layout)
+            await run_all(partial(self._stage_group, assembler, threading.Lock()), groups)
+        except BaseException:
+            with anyio.CancelScope(shield=True):
+                await anyio.to_thread.run_sync(self._sink.abort)
+            raise
+
+    def _stage_group(self, assembler: Assembler, sink_lock: threading.Lock, group: range) -> None:
+        spans = assembler.spans(group)
+        scratch = np.empty(max(assembler.frames[position].length for position in group), np.uint8)
+        name, dense = "", None
+        for position in group:
+            frame = assembler.frames[position]
+            spec = assembler.layout[frame.tensor]
+            if not assembler.from_anchor and spec.name != name:
+                with sink_lock:
+                    name, dense = spec.name, self._sink.base(spec.name)
+            base = dense[frame.offset : frame.offset + frame.length] if dense is not None else None
+            change = assembler.change(position, spans, base, scratch)
+            if change is not None:
+                with sink_lock:
+                    self._put(spec.name, frame.offset, ITEMSIZE[spec.dtype], change)
+
+    def _put(self, name: str, offset: int, itemsize: int, change: Change) -> None:
+        if change.at is None:
+            self._sink.stage_dense(name, offset, change.data)
+        else:
+            self._sink.stage_sparse(name, offset, itemsize, change.at, change.data)

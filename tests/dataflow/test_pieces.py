@@ -1,0 +1,192 @@
+"""The pure pieces by themselves: admission, leases, group statistics, buffer, balance, intervals."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from astraflow.dataflow import PolicyFeed, RolloutGroup, RolloutTask, Sampling, TrainSample, Trajectory, pool_target
+from astraflow.dataflow import wait_fraction as waiting
+from astraflow.dataflow.admission import YieldAverage, has_room
+from astraflow.dataflow.buffer import PolicyBuffer
+from astraflow.dataflow.evaluation import Tally
+from astraflow.dataflow.filters import zero_advantage
+from astraflow.dataflow.ingest import malformed, policy_group
+from astraflow.dataflow.leases import LeaseBook
+from astraflow.dataflow.policy import histogram
+
+
+def a_task(kit: Any, n: int) -> RolloutTask:
+    (prompt,) = kit.prompts(1)
+    return RolloutTask(
+        task_id="t", prompt=prompt, workflow="w", n_samples=n, sampling={"a": Sampling()}, seed=0, deadline_s=1.0
+    )
+
+
+def a_sample(kit: Any, version: int, name: str = "") -> TrainSample:
+    return TrainSample(
+        sequence=kit.sequence(version=version),
+        sample_id=name,
+        group_id="g",
+        group_mean=0.0,
+        group_std=1.0,
+        group_size=2,
+    )
+
+
+def group_of(kit: Any, *trajectories: Trajectory | None) -> RolloutGroup:
+    return RolloutGroup(task=a_task(kit, len(trajectories)), trajectories=trajectories)
+
+
+def test_admission_counts_sequences() -> None:
+    average = YieldAverage(8)
+    assert average.value == 8
+    for _ in range(100):
+        average.add(0)
+    assert average.value == 1.0, "groups that are filtered away do not open the gate without bound"
+    for _ in range(100):
+        average.add(16)
+    assert average.value == pytest.approx(16, abs=0.01)
+    assert has_room(running=2, average=8, buffered=8, cut=7, horizon=32)
+    assert not has_room(running=2, average=8, buffered=8, cut=8, horizon=32)
+    assert has_room(running=1, average=8, buffered=0, cut=0, horizon=12), "a batch must be reachable at staleness 0"
+
+
+def test_leases_end_by_deadline_silence_or_not_being_named() -> None:
+    book = LeaseBook()
+    assert book.next_deadline() == math.inf
+    book.grant("a", "w0", 0.0, 10.0)
+    book.grant("b", "w0", 5.0, 10.0)
+    book.grant("c", "w1", 5.0, 99.0)
+    assert book.next_deadline() == 10.0
+    assert book.of("w0") == ("a", "b")
+    assert book.lost(9.9, ()) == ()
+    assert book.lost(10.0, ()) == ("a",)
+    assert book.lost(9.9, {"w1"}) == ("c",)
+    book.name("w0", ("a", "c"), 8.0)
+    assert book.unnamed("w0", before=6.0) == ("b",)
+    assert book.unnamed("w1", before=6.0) == ("c",), "a name from another worker counts nothing"
+    book.end("a")
+    book.end("a")
+    assert book.holder("a") is None
+    assert book.holder("b") == "w0"
+    book.grant("b", "w1", 6.0, 10.0)
+    assert book.of("w0") == ()
+    assert len(book) == 2
+
+
+def test_group_statistics_are_over_trajectories(kit: Any) -> None:
+    """Two sequences in one trajectory count once; the deviation is unbiased."""
+    twice = Trajectory(sequences=(kit.sequence("a", 1.0), kit.sequence("a", 0.0), kit.sequence("b", 5.0)))
+    once = kit.trajectory({"a": 1.0})
+    masked = kit.trajectory({"a": None})
+    made = policy_group(group_of(kit, twice, once, masked, None), "a")
+    assert made.rewards == (0.5, 1.0)
+    assert made.masked == 1
+    assert [s.sample_id for s in made.samples] == ["t/0.0", "t/0.1", "t/1.0"]
+    assert {(s.group_mean, s.group_std, s.group_size) for s in made.samples} == {(0.75, math.sqrt(0.125), 2)}
+
+
+def test_a_group_of_one_has_no_spread(kit: Any) -> None:
+    (sample,) = policy_group(group_of(kit, kit.trajectory({"a": 0.7})), "a").samples
+    assert (sample.group_mean, sample.group_std, sample.group_size) == (0.7, 0.0, 1)
+
+
+def test_equal_rewards_have_exactly_no_spread(kit: Any) -> None:
+    made = policy_group(group_of(kit, *(kit.trajectory({"a": 0.1}) for _ in range(7))), "a")
+    assert {s.group_std for s in made.samples} == {0.0}
+    assert zero_advantage(made) == "zero_advantage"
+
+
+def test_the_zero_advantage_filter_is_per_policy(kit: Any) -> None:
+    group = group_of(kit, kit.trajectory({"a": 0.0, "b": 1.0}), kit.trajectory({"a": 1.0, "b": 1.0}))
+    assert zero_advantage(policy_group(group, "a")) is None
+    assert zero_advantage(policy_group(group, "b")) == "zero_advantage"
+    assert policy_group(group, "c").samples == ()
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf])
+def test_a_reward_that_is_no_number_is_malformed(kit: Any, reward: float) -> None:
+    problem = malformed(kit.result(a_task(kit, 1), 0, kit.trajectory({"a": reward})))
+    assert problem is not None
+    assert "task t sample 0 from w0" in problem
+    assert "not finite" in problem
+    assert malformed(kit.result(a_task(kit, 1), 0, kit.trajectory({"a": None}))) is None
+    assert "metric 'm'" in str(malformed(kit.result(a_task(kit, 1), 0, Trajectory(metrics={"m": reward}))))
+
+
+@pytest.mark.parametrize(("order", "first"), [("edf", "bd"), ("fifo", "ab"), ("lifo", "ed")])
+def test_order(kit: Any, order: Any, first: str) -> None:
+    buffer = PolicyBuffer(PolicyFeed(model_id="a", batch_size=9, order=order))
+    for name, version in zip("abcde", (4, 2, 5, 3, 4), strict=True):
+        assert buffer.add(a_sample(kit, version, name), 9) == 0
+    assert "".join(entry.sample.sample_id for entry in buffer.take(2)) == first
+    assert len(buffer) == 3
+
+
+def test_staleness_at_its_bound(kit: Any) -> None:
+    buffer = PolicyBuffer(PolicyFeed(model_id="a", batch_size=9, max_staleness=2))
+    for version in (0, 1, 2, 3):
+        buffer.add(a_sample(kit, version), 9)
+    assert buffer.drop_stale(2) == 0, "version 0 counts like any other"
+    assert buffer.drop_stale(4) == 2
+    assert [entry.oldest for entry in buffer.take(9)] == [2, 3]
+
+
+def test_a_full_buffer_drops_its_oldest(kit: Any) -> None:
+    buffer = PolicyBuffer(PolicyFeed(model_id="a", batch_size=2, max_staleness=1))
+    dropped = [buffer.add(a_sample(kit, version, str(version)), 99) for version in range(10)]
+    assert sum(dropped) == 4
+    assert len(buffer) == 6
+    assert [entry.sample.sample_id for entry in buffer.take(2)] == ["4", "5"]
+
+
+def test_abandoned_versions_count_as_the_point_gone_back_to(kit: Any) -> None:
+    buffer = PolicyBuffer(PolicyFeed(model_id="a", batch_size=9, max_staleness=1))
+    for version in (1, 7, 9):
+        buffer.add(a_sample(kit, version), 9)
+    buffer.rebase(5)
+    buffer.add(a_sample(kit, 8), 5)
+    assert buffer.drop_stale(7) == 4
+
+
+def test_the_published_pool_rule() -> None:
+    assert pool_target(6, 0.269, 100, 100) == math.ceil(6 / 0.731)
+    assert pool_target(6, 0.10, 100, 10) == 6
+    assert pool_target(6, 0.05, 100, 10) == 6
+    assert pool_target(10, 0.0, 100, 50) == 6
+    assert pool_target(10, 0.0, 100, 100) == 10, "never more than now without waiting"
+    assert pool_target(10, 0.0, 0, 0) == 10
+    assert pool_target(1, 0.99, 1, 1) == 20
+    assert pool_target(0, 0.5, 1, 1) == 1
+    assert waiting([(1.0, 3.0), (0.0, 4.0)]) == 0.125
+    assert waiting([(9.0, 0.0)]) == 0.95
+    assert waiting([]) == 0.0
+
+
+def test_intervals() -> None:
+    half = Tally()
+    for value in (1.0, 0.0) * 50:
+        half.add(value)
+    summary = half.summary(0)
+    assert (summary.mean, summary.n) == (0.5, 100)
+    assert summary.low == pytest.approx(0.4038, abs=1e-4)
+    assert summary.high == pytest.approx(0.5962, abs=1e-4)
+    assert half.summary(100).mean == 0.25, "what never came back counts as 0"
+    graded = Tally()
+    for value in (0.0, 0.5, 1.0):
+        graded.add(value)
+    summary = graded.summary(0)
+    assert summary.high - summary.mean == pytest.approx(1.96 * 0.5 / math.sqrt(3), rel=1e-3)
+    perfect = Tally()
+    perfect.add(1.0)
+    assert perfect.summary(0).high == 1.0
+    assert 0 < perfect.summary(0).low < 1
+
+
+def test_histograms_show_values_or_ranges() -> None:
+    assert histogram([0.0, 1.0, 0.0]) == "0 x 2, 1 x 1"
+    assert histogram([]) == "none"
+    assert histogram([i / 100 for i in range(100)]).count("x 10") == 10

@@ -1,0 +1,164 @@
+"""The whole job on the tiny model, as a person runs it: in one process, split, killed in the middle, by hand."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+SHORT = ["--preset", "tiny", "--steps", "6", "--eval.problems", "40"]
+
+
+def start(*args: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "astraflow.recipes", *args],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "COLUMNS": "160"},
+    )
+
+
+def finish(process: subprocess.Popen[str], timeout: float = 200) -> str:
+    output, _ = process.communicate(timeout=timeout)
+    assert process.returncode == 0, output
+    return output
+
+
+def run_directory(out: Path) -> Path:
+    (made,) = out.iterdir()
+    return made
+
+
+def summary(out: Path) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads((run_directory(out) / "summary.json").read_text())
+    return loaded
+
+
+def lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def steps_done(out: Path) -> int:
+    files = list(out.glob("*/metrics.jsonl"))
+    return sum(1 for r in lines(files[0]) if r["kind"] == "step") if files else 0
+
+
+def wait_for_steps(out: Path, n: int, process: subprocess.Popen[str], timeout: float = 120) -> None:
+    end = time.monotonic() + timeout
+    while steps_done(out) < n:
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < end, "no training steps"
+        time.sleep(0.2)
+
+
+def child(process: subprocess.Popen[str], service: str) -> int:
+    """Pid of a supervised service of a run."""
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
+            arguments = (entry / "cmdline").read_bytes().decode().split("\0")
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if parent == process.pid and service in arguments:
+            return int(entry.name)
+    raise AssertionError(f"no child {service}")
+
+
+def check_run(out: Path, steps: int) -> None:
+    """What every finished run leaves behind."""
+    run = run_directory(out)
+    result = summary(out)
+    assert result["versions"] == {"solver": steps, "verifier": steps}
+    trained = lines(run / "trajectories.jsonl")
+    assert any(t["purpose"] == "train" and t["sequences"] for t in trained)
+    for model_id in ("solver", "verifier"):
+        mine = [r for r in lines(run / "metrics.jsonl") if r["kind"] == "step" and r["model_id"] == model_id]
+        assert {r["version"] for r in mine} == set(range(1, steps + 1))
+        assert (run / "policies" / model_id / "config.json").exists()
+
+
+def test_in_one_process(tmp_path: Path) -> None:
+    finish(start("math-multi-agent", *SHORT, "--out", str(tmp_path)))
+    check_run(tmp_path, 6)
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_pretrained(run_directory(tmp_path) / "policies" / "solver")
+
+
+def test_split_survives_a_kill_of_raas_and_of_a_trainer(tmp_path: Path) -> None:
+    process = start(
+        "math-multi-agent",
+        *SHORT,
+        "--steps",
+        "12",
+        "--trainer.checkpoint-every",
+        "3",
+        "--split",
+        "--out",
+        str(tmp_path),
+    )
+    wait_for_steps(tmp_path, 4, process)
+    os.kill(child(process, "raas"), signal.SIGKILL)
+    os.kill(child(process, "solver"), signal.SIGKILL)
+    output = finish(process)
+    assert output.count("service died, starting it again") == 2
+    check_run(tmp_path, 12)
+
+
+def test_ctrl_c_saves_what_was_learned(tmp_path: Path) -> None:
+    process = start("math-multi-agent", *SHORT, "--steps", "500", "--out", str(tmp_path))
+    wait_for_steps(tmp_path, 4, process)
+    process.send_signal(signal.SIGINT)
+    finish(process, timeout=60)
+    result = summary(tmp_path)
+    assert result["stopped"]
+    assert 0 < result["versions"]["solver"] < 500
+    assert (run_directory(tmp_path) / "policies" / "solver" / "config.json").exists()
+
+
+def test_by_hand_from_the_printed_commands(tmp_path: Path) -> None:
+    printed = finish(start("math-multi-agent", *SHORT, "--steps", "2", "--out", str(tmp_path), "--print-commands"))
+    processes = [start(*line.split()[1:]) for line in printed.splitlines()]
+    try:
+        finish(processes[-1])
+        for process in processes[1:-1]:
+            finish(process, timeout=60)
+    finally:
+        for process in processes:
+            process.terminate()
+            process.wait(30)
+    check_run(tmp_path, 2)
+
+
+def weights_digest(out: Path) -> dict[str, bytes]:
+    return {p.parent.name: p.read_bytes() for p in run_directory(out).glob("policies/*/model.safetensors")}
+
+
+def test_debug_runs_are_bit_identical(tmp_path: Path) -> None:
+    made = []
+    for name in ("a", "b"):
+        args = [*SHORT, "--steps", "2", "--eval.problems", "0", "--debug", "--out", str(tmp_path / name)]
+        args += ["--policies.solver.batch-size", "16", "--policies.verifier.batch-size", "16"]
+        finish(start("math-multi-agent", *args))
+        made.append(weights_digest(tmp_path / name))
+    assert len(made[0]) == 2
+    assert made[0] == made[1]
+
+
+def test_synchronous_trains_only_on_tokens_of_the_current_version(tmp_path: Path) -> None:
+    finish(start("math-multi-agent", *SHORT, "--steps", "3", "--synchronous", "--out", str(tmp_path)))
+    check_run(tmp_path, 3)
+    steps = [r for r in lines(run_directory(tmp_path) / "metrics.jsonl") if r["kind"] == "step"]
+    assert {r["staleness"] for r in steps} == {0.0}

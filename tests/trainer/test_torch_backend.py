@@ -1,0 +1,312 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from astraflow.dataflow import Array, TrainBatch, TrainSample
+from astraflow.trainer import BadBatch, LossConfig, LossName, PolicySpec, TrainerConfig
+from astraflow.trainer.torch_backend import TorchBackend
+
+FP32 = TrainerConfig(dtype="float32", lr=1e-3)
+
+
+ENGINES: WeakKeyDictionary[TorchBackend, Any] = WeakKeyDictionary()
+
+
+def copies(backend: TorchBackend) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in backend.weights().items()}
+
+
+def assert_equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
+    assert left.keys() == right.keys()
+    for name, tensor in left.items():
+        assert torch.equal(tensor, right[name]), name
+
+
+def on_policy(backend_model: str, batch: TrainBatch) -> TrainBatch:
+    """The same batch with the log-probabilities that the model itself gives, as an exact engine would."""
+    model: Any = AutoModelForCausalLM.from_pretrained(backend_model, dtype=torch.float32)
+    samples = []
+    for sample in batch.samples:
+        sequence = sample.sequence
+        tokens = torch.from_numpy(sequence.tokens.numpy().astype(np.int64))
+        with torch.no_grad():
+            table = torch.log_softmax(model(tokens[None]).logits[0] / sequence.temperature, -1)
+        logprobs = np.zeros(len(tokens), np.float32)
+        logprobs[1:] = table[torch.arange(len(tokens) - 1), tokens[1:]].numpy()
+        logprobs[~sequence.loss_mask.numpy()] = 0
+        exact = msgspec.structs.replace(sequence, logprobs=Array.of(logprobs))
+        samples.append(msgspec.structs.replace(sample, sequence=exact))
+    return msgspec.structs.replace(batch, samples=tuple(samples))
+
+
+def test_temperature_is_respected_and_mismatch_is_reported(
+    spec: PolicySpec, make_batch: Callable[..., TrainBatch]
+) -> None:
+    metrics = TorchBackend(spec, FP32).step(on_policy(spec.model, make_batch())).metrics  # temperatures 1 and 0.7
+    assert metrics["mismatch_max"] < 1e-5
+    assert 0 < metrics["mismatch_mean"] <= metrics["mismatch_max"]
+    assert metrics["staleness"] == 0
+    assert metrics["kl"] >= 0
+
+
+def test_mismatch_of_old_versions_is_not_taken_for_the_engines(
+    spec: PolicySpec, make_batch: Callable[..., TrainBatch]
+) -> None:
+    batch = msgspec.structs.replace(make_batch(), version=3)  # sampled at version 0
+    metrics = TorchBackend(spec, FP32).step(batch).metrics
+    assert "mismatch_mean" not in metrics
+    assert metrics["mismatch_all_mean"] > 0
+    assert metrics["staleness"] == 3
+
+
+def test_required_metrics_are_there(spec: PolicySpec, make_batch: Callable[..., TrainBatch]) -> None:
+    metrics = TorchBackend(spec, FP32).step(make_batch()).metrics
+    wanted = """loss grad_norm ratio_mean ratio_max clip_share m2 kl entropy mismatch_mean mismatch_max advantage_mean
+    reward_mean tokens tokens_per_s skipped staleness sharing seconds"""
+    assert not set(wanted.split()) - metrics.keys()
+    assert all(math.isfinite(value) for value in metrics.values())
+    assert metrics["skipped"] == 0
+    assert metrics["sharing"] > 3
+
+
+def test_a_non_finite_gradient_changes_nothing_and_is_counted(
+    spec: PolicySpec, make_batch: Callable[..., TrainBatch], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = TorchBackend(spec, FP32)
+    backend.step(make_batch())
+    before = {name: tensor.clone() for name, tensor in backend.optimizer.state().items()}
+    weights = copies(backend)
+
+    def poisoned(*arguments: Any) -> Tensor:
+        return torch.as_tensor(arguments[0] * math.nan)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("astraflow.trainer.torch_backend.kl_k3", poisoned)
+        metrics = backend.step(make_batch(1)).metrics
+    assert metrics["skipped"] == 4
+    assert "grad_norm" not in metrics
+    assert_equal(weights, copies(backend))
+    assert_equal(before, backend.optimizer.state())
+    assert backend.step(make_batch(2)).metrics["skipped"] == 0
+    assert not torch.equal(weights["model.norm.weight"], backend.weights()["model.norm.weight"])
+
+
+def test_samples_without_a_reward_have_no_loss(
+    spec: PolicySpec, make_batch: Callable[..., TrainBatch], make_sample: Callable[..., TrainSample]
+) -> None:
+    batch = make_batch()
+    masked = [make_sample([9, 9], [8, 8], reward=None, name=f"masked{i}") for i in range(5)]
+    more = msgspec.structs.replace(batch, samples=(*masked[:2], *batch.samples, *masked[2:]))
+    left, right = TorchBackend(spec, FP32), TorchBackend(spec, FP32)
+    left.step(batch)
+    assert right.step(more).metrics["masked"] == 5
+    assert_equal(copies(left), copies(right))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_id": "q"}, "is for 'q'"),
+        ({"samples": ()}, "none of 0 samples"),
+    ],
+)
+def test_a_batch_for_another_or_of_nothing_is_refused(
+    spec: PolicySpec, make_batch: Callable[..., TrainBatch], change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(BadBatch, match=message):
+        TorchBackend(spec, FP32).step(msgspec.structs.replace(make_batch(), **change))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"completion": [61]}, "token id 61, the vocabulary has 61"),
+        ({"logprob": 0.5}, "finite and <= 0"),
+        ({"logprob": math.nan}, "finite and <= 0"),
+        ({"prompt": []}, "first token cannot be trained"),
+        ({"temperature": 0.0}, "temperature 0"),
+        ({"std": math.nan}, "not finite"),
+        ({"reward": None}, "none of 1 samples"),
+        ({"completion": []}, "none of 1 samples"),
+        ({"version": -1}, "no version"),
+    ],
+)
+def test_a_bad_sample_is_refused_by_name_and_changes_nothing(
+    spec: PolicySpec, make_sample: Callable[..., TrainSample], arguments: dict[str, Any], message: str
+) -> None:
+    backend = TorchBackend(spec, FP32)
+    before = copies(backend)
+    sample = make_sample(**({"prompt": [3, 4], "completion": [5, 2]} | arguments))
+    batch = TrainBatch(batch_id="bad", model_id="p", version=0, samples=(sample,))
+    with pytest.raises(BadBatch, match=message) as caught:
+        backend.step(batch)
+    assert "batch bad" in str(caught.value)
+    assert_equal(before, copies(backend))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_published_and_exported_weights_load_as_a_hugging_face_model(
+    tied: bool, dtype: str, make_model: Callable[..., Path], make_batch: Callable[..., TrainBatch], tmp_path: Path
+) -> None:
+    spec = PolicySpec(model_id="p", model=str(make_model(tied=tied)), directory="unused")
+    backend = TorchBackend(spec, TrainerConfig(dtype=dtype, lr=1e-2))  # type: ignore[arg-type]
+    before = copies(backend)
+    backend.step(make_batch())
+    weights = backend.weights()
+    assert ("lm_head.weight" in weights) is not tied
+    assert all(tensor.dtype == getattr(torch, dtype) for tensor in weights.values())
+    assert all(not torch.equal(tensor, before[name]) for name, tensor in weights.items())
+    backend.export(tmp_path)
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
+    state = model.state_dict()
+    assert not weights.keys() - state.keys()
+    for name, tensor in weights.items():
+        assert torch.equal(state[name], tensor), name
+    assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr() or not tied
+
+
+def test_published_weights_are_the_rounded_masters(spec: PolicySpec, make_batch: Callable[..., TrainBatch]) -> None:
+    backend = TorchBackend(spec, TrainerConfig(lr=1e-6))
+    for version in range(3):
+        backend.step(make_batch(version))
+    state, published = backend.optimizer.state(), backend.weights()
+    moved = 0
+    for name, tensor in published.items():
+        assert torch.equal(state[f"master.{name}"].bfloat16(), tensor)
+        moved += int((state[f"master.{name}"] != tensor.float()).sum())
+    assert moved > 1000  # what bf16 alone would have lost
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_resume_is_bit_identical(
+    spec: PolicySpec, make_batch: Callable[..., TrainBatch], tmp_path: Path, dtype: str
+) -> None:
+    config = msgspec.structs.replace(FP32, dtype=dtype, lr=1e-3, warmup_steps=10)
+    through = TorchBackend(spec, config)
+    for version in range(2):
+        through.step(make_batch(version))
+    through.save(tmp_path)
+    again = TorchBackend(spec, config)
+    again.load(tmp_path)
+    assert_equal(copies(through), copies(again))
+    for version in range(2, 4):
+        left, right = through.step(make_batch(version)).metrics, again.step(make_batch(version)).metrics
+        assert left["lr"] == right["lr"]
+        assert left["loss"] == right["loss"]
+    assert_equal(copies(through), copies(again))
+
+
+def test_clipping_bounds_the_update_of_plain_adam(spec: PolicySpec, make_batch: Callable[..., TrainBatch]) -> None:
+    """The first AdamW step from clipped gradients equals torch's own AdamW on gradients that were clipped by it."""
+    config = msgspec.structs.replace(FP32, minibatches=1, loss=LossConfig(kl=0), lr=1e-3, clip_norm=1e-9)
+    ours, plain = TorchBackend(spec, config), TorchBackend(spec, config)
+    from astraflow.trainer.batch import examples
+
+    batch = make_batch()
+    metrics = ours.step(batch).metrics
+    plain.gradients(examples(batch, "p", 61, config.advantage))
+    parameters = [torch.nn.Parameter(tensor.clone()) for tensor in plain.weights().values()]
+    for parameter, name in zip(parameters, plain.weights(), strict=True):
+        parameter.grad = plain.optimizer.gradients()[name].clone()
+    norm = torch.nn.utils.clip_grad_norm_(parameters, 1e-9)
+    torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.01).step()
+    assert metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-5)
+    for parameter, (name, tensor) in zip(parameters, ours.weights().items(), strict=True):
+        torch.testing.assert_close(tensor, parameter.detach(), rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_kl_pulls_back_to_the_reference(
+    spec: PolicySpec, make_model: Callable[..., Path], make_batch: Callable[..., TrainBatch]
+) -> None:
+    """With zero advantages only the KL term is left: the policy moves towards another reference."""
+    other = msgspec.structs.replace(spec, reference=str(make_model(seed=1)))
+    config = TrainerConfig(dtype="float32", loss=LossConfig(name="ppo", kl=1.0), lr=3e-3, weight_decay=0)
+    backend = TorchBackend(other, config)
+    batch = make_batch()
+    still = [msgspec.structs.replace(s, group_size=1) for s in batch.samples]
+    batch = msgspec.structs.replace(batch, samples=tuple(still))
+    values = [backend.step(batch).metrics["kl"] for _ in range(8)]
+    assert values[-1] < 0.5 * values[0]
+
+
+def test_models_that_packing_would_compute_wrongly_are_refused(tmp_path: Path) -> None:
+    from transformers import MistralConfig, MistralForCausalLM
+
+    config = MistralConfig(
+        vocab_size=31, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, sliding_window=8,
+    )  # fmt: skip
+    MistralForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="sliding-window"):
+        TorchBackend(PolicySpec(model_id="p", model=str(tmp_path), directory="unused"), FP32)
+
+
+def next_token_logprobs(backend: TorchBackend, prompt: list[int]) -> Tensor:
+    """Sampled from the published weights by the library's own attention, as an engine would."""
+    weights = {name: tensor.float() for name, tensor in backend.weights().items()}
+    if backend not in ENGINES:
+        ENGINES[backend] = AutoModelForCausalLM.from_pretrained(backend.spec.model, dtype=torch.float32)
+    ENGINES[backend].load_state_dict(weights, strict=False)
+    with torch.no_grad():
+        return torch.log_softmax(ENGINES[backend](torch.tensor([prompt])).logits[0, -1], -1)
+
+
+def sample_group(
+    backend: TorchBackend, make_sample: Callable[..., TrainSample], version: int, generator: torch.Generator
+) -> tuple[TrainBatch, float]:
+    """Four prompts of which every one is answered 8 times with one token, of which a quarter is rewarded."""
+    samples, total = [], 0.0
+    for g in range(4):
+        prompt = [10 + g, 11, 12]
+        scores = next_token_logprobs(backend, prompt)
+        drawn = torch.multinomial(scores.exp(), 8, replacement=True, generator=generator).tolist()
+        rewards = [float(token % 4 == 3) for token in drawn]
+        total += sum(rewards)
+        for s, (token, reward) in enumerate(zip(drawn, rewards, strict=True)):
+            samples.append(
+                make_sample(
+                    prompt, [token], reward=reward, logprob=min(float(scores[token]), 0.0), version=version,
+                    group=f"{g}", mean=float(np.mean(rewards)), size=8, std=float(np.std(rewards, ddof=1)),
+                    name=f"{g}.{s}",
+                )
+            )  # fmt: skip
+    return TrainBatch(batch_id=f"b{version}", model_id="p", version=version, samples=tuple(samples)), total / 32
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("loss", ["m2po", "ppo", "grpo"])
+def test_learns_a_toy_preference(
+    spec: PolicySpec,
+    make_sample: Callable[..., TrainSample],
+    loss: LossName,
+    dtype: Literal["bfloat16", "float32"],
+) -> None:
+    config = TrainerConfig(loss=LossConfig(name=loss), dtype=dtype, minibatches=2, lr=3e-3)
+    backend = TorchBackend(spec, config)
+    generator = torch.Generator().manual_seed(0)
+    rewards = []
+    for version in range(12):
+        batch, reward = sample_group(backend, make_sample, version, generator)
+        backend.step(batch)
+        rewards.append(reward)
+    assert rewards[0] < 0.5
+    assert np.mean(rewards[-5:]) > 0.9
+
+
+def test_state_file_of_another_model_is_refused(spec: PolicySpec, tmp_path: Path) -> None:
+    save_file({"step": torch.zeros(())}, tmp_path / "training.safetensors")
+    with pytest.raises(KeyError, match=r"master\."):
+        TorchBackend(spec, FP32).load(tmp_path)

@@ -1,0 +1,71 @@
+"""Shared fixtures: stores of both kinds, a small model and how an optimiser changes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from astraflow.weightsync import DirectoryStore, MemoryStore, Store
+
+Arrays = dict[str, np.ndarray[Any, Any]]
+
+
+@pytest.fixture(params=["memory", "directory"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+    if request.param == "directory":
+        yield DirectoryStore(tmp_path / "store")
+        return
+    memory = MemoryStore(request.node.name)
+    yield memory
+    memory.close()
+
+
+@pytest.fixture
+def small_frames(monkeypatch: pytest.MonkeyPatch) -> int:
+    """Frames so small that a small tensor has several; a reader takes the size from the manifest."""
+    monkeypatch.setattr("astraflow.weightsync.publisher.FRAME_BYTES", 4096)
+    return 4096
+
+
+@pytest.fixture
+def model() -> Arrays:
+    rng = np.random.default_rng(0)
+    return {
+        "embed": rng.normal(size=(100, 64)).astype(np.float32),
+        "half": rng.normal(size=(4099,)).astype(np.float16),
+        "bias": np.array(0.5, np.float32),
+        "empty": np.zeros((0, 4), np.float32),
+        "mask": rng.integers(0, 2, 333).astype(bool),
+        "steps": rng.integers(0, 1 << 40, 50),
+    }
+
+
+@pytest.fixture
+def change() -> Callable[[Arrays, int], None]:
+    """Change about 2 % of the elements' bits, in place."""
+
+    def apply(tensors: Arrays, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        for tensor in tensors.values():
+            if tensor.dtype != bool:
+                flat = tensor.reshape(-1).view(f"u{tensor.itemsize}")
+                flat[rng.random(flat.size) < 0.02] ^= 1
+
+    return apply
+
+
+@pytest.fixture
+def copy() -> Callable[[Arrays], Arrays]:
+    return lambda tensors: {name: tensor.copy() for name, tensor in tensors.items()}
+
+
+@pytest.fixture
+def same() -> Callable[[Arrays, Arrays], bool]:
+    """Bit for bit."""
+    return lambda one, other: (
+        one.keys() == other.keys() and all(one[name].tobytes() == other[name].tobytes() for name in one)
+    )

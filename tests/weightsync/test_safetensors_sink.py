@@ -1,0 +1,173 @@
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import load_file
+
+from astraflow.weightsync import CorruptVersion, DirectoryStore, Publisher, Puller, SafetensorsSink, Store, WrongBase
+
+Arrays = dict[str, np.ndarray[Any, Any]]
+Change = Callable[[Arrays, int], None]
+Copy = Callable[[Arrays], Arrays]
+Same = Callable[[Arrays, Arrays], bool]
+
+
+def served(directory: Path) -> Arrays:
+    tensors: Arrays = load_file(directory / "current" / "model.safetensors")
+    return tensors
+
+
+async def test_a_server_loads_what_was_published(
+    store: Store, tmp_path: Path, small_frames: int, model: Arrays, change: Change, same: Same
+) -> None:
+    directory = tmp_path / "served"
+    publisher = Publisher(store, stream="s", incarnation=1, anchor_every=4)
+    puller = Puller(store, SafetensorsSink(directory), mode="published", interval=4)
+    kinds = []
+    for version in range(9):
+        await publisher.publish(model, version)
+        report = await puller.pull()
+        assert report is not None
+        kinds.append(report.kind)
+        assert same(served(directory), model)
+        change(model, version)
+    assert kinds == ["full", *["delta"] * 3, "full", *["delta"] * 3, "full"]
+    assert {path.name for path in directory.iterdir()} == {"a", "b", "current"}
+
+
+async def test_a_published_file_is_never_written_to(
+    store: Store, tmp_path: Path, small_frames: int, model: Arrays, change: Change, copy: Copy
+) -> None:
+    publisher = Publisher(store, stream="s", incarnation=1)
+    puller = Puller(store, SafetensorsSink(tmp_path / "served"))
+    await publisher.publish(model, 0)
+    await puller.pull()
+    first = copy(model)
+    with safe_open(tmp_path / "served" / "current" / "model.safetensors", "numpy") as opened:  # a slow reader
+        for version in range(1, 5):
+            change(model, version)
+            await publisher.publish(model, version)
+            await puller.pull()
+        assert opened.get_tensor("embed").tobytes() == first["embed"].tobytes()
+
+
+async def test_it_goes_on_after_a_restart(
+    store: Store, tmp_path: Path, small_frames: int, model: Arrays, change: Change, same: Same
+) -> None:
+    publisher = Publisher(store, stream="s", incarnation=1)
+    await publisher.publish(model, 0)
+    await Puller(store, SafetensorsSink(tmp_path / "served")).pull()
+    change(model, 1)
+    await publisher.publish(model, 1)
+    again = SafetensorsSink(tmp_path / "served")
+    assert again.state().version == 0
+    report = await Puller(store, again).pull()
+    assert report is not None
+    assert report.kind == "delta"
+    assert same(served(tmp_path / "served"), model)
+
+
+async def test_an_aborted_stage_leaves_what_is_served(
+    store: Store, tmp_path: Path, small_frames: int, model: Arrays, change: Change, copy: Copy, same: Same
+) -> None:
+    publisher = Publisher(store, stream="s", incarnation=1)
+    puller = Puller(store, SafetensorsSink(tmp_path / "served"))
+    await publisher.publish(model, 0)
+    await puller.pull()
+    old = copy(model)
+    change(model, 1)
+    await publisher.publish(model, 1)
+    staged = await puller.stage()
+    assert staged is not None
+    staged.abort()
+    assert same(served(tmp_path / "served"), old)
+    assert await puller.pull() is not None
+    assert same(served(tmp_path / "served"), model)
+
+
+async def test_a_torn_file_is_noticed(
+    store: Store, tmp_path: Path, small_frames: int, model: Arrays, change: Change, copy: Copy, same: Same
+) -> None:
+    publisher = Publisher(store, stream="s", incarnation=1)
+    puller = Puller(store, SafetensorsSink(tmp_path / "served"))
+    await publisher.publish(model, 0)
+    await puller.pull()
+    path = tmp_path / "served" / "current" / "model.safetensors"
+    with path.open("r+b") as file:
+        file.seek(-100, os.SEEK_END)
+        file.write(b"\xff" * 8)
+    change(model, 1)
+    await publisher.publish(model, 1)
+    with pytest.raises(WrongBase, match="not what version 1 starts from"):
+        await puller.pull()
+    assert await puller.pull() is not None
+    assert same(served(tmp_path / "served"), model)
+    path.write_bytes(b"short")
+    with pytest.raises(CorruptVersion, match="bytes instead of"):
+        SafetensorsSink(tmp_path / "served")
+
+
+KILLED = """
+import hashlib, os, signal, sys
+from pathlib import Path
+import anyio
+from astraflow.weightsync import Puller, SafetensorsSink, open_store
+
+EVENTS = {"open", "os.rename", "os.truncate", "os.remove", "os.rmdir", "os.mkdir", "os.symlink"}
+url, directory = sys.argv[1:]
+
+def pull_and_die(point):
+    sink, calls = SafetensorsSink(directory), 0
+
+    def count(event, arguments):
+        nonlocal calls
+        calls += event in EVENTS
+        if calls >= point:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(count)
+    anyio.run(Puller(open_store(url), sink).pull)
+    os._exit(0)
+
+point, ended = 0, -1
+while ended != 0:
+    point += 1
+    child = os.fork() or pull_and_die(point)
+    ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert ended in (0, -signal.SIGKILL), ended
+    served = (Path(directory) / "current" / "model.safetensors").read_bytes()
+    print(SafetensorsSink(directory).state().version, hashlib.sha256(served).hexdigest())
+"""
+
+
+async def test_killed_at_any_point_the_old_or_the_new_weights_are_served(
+    tmp_path: Path, small_frames: int, model: Arrays, change: Change
+) -> None:
+    """One process forks another for every file operation of a pull, which dies there; leftovers stay for the next."""
+    store, directory = DirectoryStore(tmp_path / "store"), tmp_path / "served"
+    publisher, puller = Publisher(store, stream="s", incarnation=1), Puller(store, SafetensorsSink(directory))
+    right = []
+    for version in range(2):
+        await publisher.publish(model, version)
+        await Puller(store, SafetensorsSink(tmp_path / str(version))).pull()
+        file = tmp_path / str(version) / "current" / "model.safetensors"
+        right.append(f"{version} {hashlib.sha256(file.read_bytes()).hexdigest()}")
+        if version == 0:
+            await puller.pull()
+        change(model, version)
+    command = [sys.executable, "-c", KILLED, store.url, str(directory)]
+    ended = subprocess.run(command, timeout=100, check=False, capture_output=True, text=True)  # noqa: ASYNC221
+    assert ended.returncode == 0, ended.stderr
+    outcomes = ended.stdout.splitlines()
+    assert set(outcomes) == set(right)
+    assert outcomes == sorted(outcomes)
+    assert len(outcomes) > 20

@@ -1,0 +1,639 @@
+"""Publisher to puller, over both kinds of store."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from astraflow.weightsync import (
+    CorruptVersion,
+    DirectoryStore,
+    MemoryStore,
+    Publisher,
+    Puller,
+    SinkState,
+    StaleIncarnation,
+    Store,
+    TensorSink,
+    TensorSpec,
+    WeightSyncError,
+    WrongBase,
+    open_store,
+)
+from astraflow.weightsync.manifest import HEAD, decode_head
+
+Arrays = dict[str, np.ndarray[Any, Any]]
+Change = Callable[[Arrays, int], None]
+Copy = Callable[[Arrays], Arrays]
+Same = Callable[[Arrays, Arrays], bool]
+
+DTYPES = ["?", "u1", "i1", "u2", "i2", "f2", "u4", "i4", "f4", "u8", "i8", "f8"]
+SHAPES = hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=9)
+
+
+@st.composite
+def models(draw: st.DrawFn) -> tuple[Arrays, Arrays]:
+    """A model of any bits (NaN payloads, ±0, infinities among them), and the same after a step."""
+    seed = draw(st.integers(0, 2**32))
+    rng = np.random.default_rng(seed)
+    before, after = {}, {}
+    for number in range(draw(st.integers(1, 5))):
+        dtype, shape = np.dtype(draw(st.sampled_from(DTYPES))), draw(SHAPES)
+        high = 2 if dtype.kind == "b" else 256
+        size = int(np.prod(shape)) * dtype.itemsize
+        old = rng.integers(0, high, size, dtype=np.uint8)
+        hit = rng.random(size) < draw(st.sampled_from([0.0, 0.01, 1.0]))
+        new = np.where(hit, rng.integers(0, high, size, dtype=np.uint8), old)
+        before[f"t{number}"] = old.view(dtype).reshape(shape)
+        after[f"t{number}"] = new.view(dtype).reshape(shape)
+    before["one"], after["one"] = np.array(0.0, np.float32), np.array(-0.0, np.float32)
+    return before, after
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(pair=models())
+def test_any_tensors_round_trip(pair: tuple[Arrays, Arrays], small_frames: int, copy: Copy, same: Same) -> None:
+    before, after = pair
+
+    async def run() -> None:
+        store = MemoryStore("round-trip")
+        try:
+            live = {name: np.zeros_like(tensor) for name, tensor in before.items()}
+            publisher, puller = Publisher(store, stream="s", incarnation=1), Puller(store, TensorSink(live))
+            for version, tensors in enumerate((before, after, after, before)):
+                await publisher.publish(tensors, version)
+                report = await puller.pull()
+                assert report is not None
+                assert report.version == version
+                assert same(live, tensors)
+        finally:
+            store.close()
+
+    anyio.run(run)
+
+
+async def test_full_then_delta_then_nothing(
+    store: Store, small_frames: int, model: Arrays, change: Change, copy: Copy, same: Same
+) -> None:
+    live = {name: np.zeros_like(tensor) for name, tensor in model.items()}
+    publisher, puller = Publisher(store, stream="s", incarnation=1), Puller(store, TensorSink(live))
+    assert await puller.pull() is None
+
+    first = await publisher.publish(model, 0)
+    assert (first.anchor, first.density, first.delta_bytes) == (True, 1.0, 0)
+    assert first.anchor_bytes > first.dense_bytes
+    pulled = await puller.pull()
+    assert pulled is not None
+    assert (pulled.kind, pulled.full_bytes, pulled.digest) == ("full", first.anchor_bytes, first.digest)
+    assert same(live, model)
+
+    change(model, 1)
+    second = await publisher.publish(model, 1)
+    assert not second.anchor
+    assert 0.01 < second.density < 0.04
+    assert 0 < second.delta_bytes < first.dense_bytes / 4
+    pulled = await puller.pull()
+    assert pulled is not None
+    assert (pulled.kind, pulled.full_bytes, pulled.delta_bytes) == ("delta", 0, second.delta_bytes)
+    assert same(live, model)
+    assert await puller.pull() is None
+
+    third = await publisher.publish(model, 2)
+    assert (third.density, third.delta_bytes, third.digest) == (0.0, 0, second.digest)
+    pulled = await puller.pull()
+    assert pulled is not None
+    assert (pulled.version, pulled.delta_bytes) == (2, 0)
+
+
+async def test_a_sink_several_versions_behind_follows_the_chain(
+    store: Store, small_frames: int, model: Arrays, change: Change, copy: Copy, same: Same
+) -> None:
+    live = copy(model)
+    publisher, puller = Publisher(store, stream="s", incarnation=1), Puller(store, TensorSink(live))
+    await publisher.publish(model, 0)
+    await puller.pull()
+    deltas = 0
+    for version in (1, 2, 5):
+        change(model, version)
+        deltas += (await publisher.publish(model, version)).delta_bytes
+    pulled = await puller.pull()
+    assert pulled is not None
+    assert (pulled.kind, pulled.version, pulled.delta_bytes) == ("chain", 5, deltas)
+    assert same(live, model)
+
+    fresh = copy(model)
+    pulled = await Puller(store, TensorSink(fresh)).pull()  # anchor + chain
+    assert pulled is not None
+    assert (pulled.kind, pulled.delta_bytes) == ("full", deltas)
+    assert same(fresh, model)
+
+
+async def test_published_mode_syncs_fully_at_its_interval(
+    store: Store, small_frames: int, model: Arrays, change: Change, copy: Copy, same: Same
+) -> None:
+    live = copy(model)
+    publisher = Publisher(store, stream="s", incarnation=1, anchor_every=3)
+    puller = Puller(store, TensorSink(live), mode="published", interval=3)
+    kinds = []
+    for version in range(7):
+        await publisher.publish(model, version)
+        pulled = await puller.pull()
+        assert pulled is not None
+        kinds.append(pulled.kind)
+        assert same(live, model)
+        change(model, version)
+    assert kinds == ["full", "delta", "delta", "full", "delta", "delta", "full"]
+
+
+async def test_the_old_weights_serve_until_commit(
+    store: Store, small_frames: int, model: Arrays, change: Change, copy: Copy, same: Same
+) -> None:
+    live = copy(model)
+    publisher, puller = Publisher(store, stream="s", incarnation=1), Puller(store, TensorSink(live))
+    await publisher.publish(model, 0)
+    await puller.pull()
+    old = copy(model)
+    change(model, 1)
+    await publisher.publish(model, 1)
+
+    staged = await puller.stage()
+    assert staged is not None
+    assert staged.version == 1
+    assert same(live, old)
+    staged.abort()
+    with pytest.raises(WeightSyncError):
+        staged.commit()
+    replaced, staged = await puller.stage(), await puller.stage()
+    assert replaced is not None
+    assert staged is not None
+    with pytest.raises(WeightSyncError):
+        replaced.commit()
+    assert same(live, old)
+    assert staged.commit().version == 1
+    assert same(live, model)
+    with pytest.raises(WeightSyncError):
+        staged.commit()
+
+
+async def test_a_stage_waits_for_a_commit_under_way(
+    store: Store, small_frames: int, model: Arrays, change: Change, copy: Copy, same: Same
+) -> None:
+    entered, leave, order = threading.Event(), threading.Event(), []
+
+    class Slow(TensorSink):
+        def commit(self, state: SinkState) -> None:
+            entered.set()
+            assert leave.wait(10)
+            super().commit(state)
+            order.append("commit")
+
+        def begin(self, layout: Sequence[TensorSpec]) -> None:
+            order.append("begin")
+            super().begin(layout)
+
+    live = copy(model)
+    publisher, puller = Publisher(store, stream="s", incarnation=1), Puller(store, Slow(live))
+    await publisher.publish(model, 0)
+    staged = await puller.stage()
+    assert staged is not None
+    async with anyio.create_task_group() as group:
+        group.start_soon(anyio.to_thread.run_sync, staged.commit)
+        await anyio.to_thread.run_sync(entered.wait)
+        change(model, 1)
+        await publisher.publish(model, 1)
+        group.start_soon(puller.pull)
+        await anyio.sleep(0.05)
+        leave.set()
+    assert order == ["begin", "commit", "begin", "commit"]
+    assert same(live, model)
+
+
+async def test_a_wrong_base_is_refused_and_the_next_pull_recovers(
+    store: Store, small_frames: int, model: Arrays, change: Change, copy: Copy, same: Same
+) -> None:
+    live = copy(model)
+    publisher, puller = Publisher(store, stream="s", incarnation=1), Puller(store, TensorSink(live))
+    await publisher.publish(model, 0)
+    await puller.pull()
+    live["embed"][3, 4] += 1  # somebody wrote to the live weights
+    before = copy(live)
+    change(model, 1)
+    await publisher.publish(model, 1)
+    with pytest.raises(WrongBase, match="embed"):
+        await puller.pull()
+    assert same(live, before)
+    pulled = await puller.pull()
+    assert pulled is not None
+    assert pulled.kind == "full"
+    assert same(live, model)
+
+
+def blobs(root: Path, name: str) -> list[Path]:
+    return sorted(root.rglob(name), key=lambda path: int(path.parent.name))
+
+
+@pytest.mark.parametrize("victim", ["delta.ws", "model.safetensors"])
+async def test_any_flipped_bit_of_a_payload_is_refused(
+    tmp_path: Path, small_frames: int, model: Arrays, change: Change, copy: Copy, same: Same, victim: str
+) -> None:
+    store = DirectoryStore(tmp_path / "store")
+    publisher = Publisher(store, stream="s", incarnation=1)
+    await publisher.publish(model, 0)
+    live = copy(model)
+    puller = Puller(store, TensorSink(live))
+    await puller.pull()
+    old = copy(model)
+    change(model, 1)
+    await publisher.publish(model, 1)
+    if victim == "model.safetensors":
+        puller = Puller(store, TensorSink(live))  # holds no verified version, so it starts from the anchor
+
+    path = blobs(tmp_path, victim)[-1]
+    whole = path.read_bytes()
+    start = 8 + int.from_bytes(whole[:8], "little") if victim == "model.safetensors" else 0  # nobody reads its header
+    rng = np.random.default_rng(0)
+    for position in rng.integers(start, len(whole), 100):
+        bad = bytearray(whole)
+        bad[position] ^= 1 << int(rng.integers(0, 8))
+        path.write_bytes(bad)
+        with pytest.raises(CorruptVersion):
+            await puller.stage()
+        assert same(live, old)
+    for length in (0, 1, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        with pytest.raises(CorruptVersion):
+            await puller.stage()
+    path.write_bytes(whole)
+    assert await puller.pull() is not None
+    assert same(live, model)
+
+
+async def test_a_damaged_delta_is_left_behind_with_the_next_anchor(
+    tmp_path: Path, small_frames: int, model: Arrays, change: Change, copy: Copy, same: Same
+) -> None:
+    store = DirectoryStore(tmp_path / "store")
+    publisher = Publisher(store, stream="s", incarnation=1, anchor_every=2)
+    live = copy(model)
+    puller = Puller(store, TensorSink(live))
+    await publisher.publish(model, 0)
+    await puller.pull()
+    for version in (1, 2):
+        change(model, version)
+        await publisher.publish(model, version)
+    blobs(tmp_path, "delta.ws")[0].write_bytes(b"nonsense")
+    with pytest.raises(CorruptVersion):
+        await puller.pull()  # the chain 1, 2
+    pulled = await puller.pull()
+    assert pulled is not None
+    assert (pulled.kind, pulled.version) == ("full", 2)
+    assert same(live, model)
+
+
+async def test_a_missing_file_is_refused(tmp_path: Path, model: Arrays, change: Change, copy: Copy) -> None:
+    store = DirectoryStore(tmp_path / "store")
+    publisher = Publisher(store, stream="s", incarnation=1)
+    puller = Puller(store, TensorSink(copy(model)))
+    await publisher.publish(model, 0)
+    await puller.pull()
+    change(model, 1)
+    await publisher.publish(model, 1)
+    blobs(tmp_path, "delta.ws")[0].unlink()
+    with pytest.raises(CorruptVersion, match="incomplete"):
+        await puller.pull()
+
+
+async def test_a_later_incarnation_takes_over(
+    store: Store, small_frames: int, model: Arrays, change: Change, copy: Copy, same: Same
+) -> None:
+    live = copy(model)
+    puller = Puller(store, TensorSink(live))
+    old = Publisher(store, stream="s", incarnation=1)
+    for version in range(4):
+        await old.publish(model, version)
+        change(model, version)
+    await puller.pull()
+    store.put("1/v/9/delta.ws", [b"of a version that never came to be"])
+
+    new = Publisher(store, stream="s", incarnation=2)
+    report = await new.publish(model, 2)  # rolled back to a lower version
+    assert report.anchor
+    with pytest.raises(StaleIncarnation, match="incarnation 2"):
+        await old.publish(model, 4)
+    with pytest.raises(StaleIncarnation):
+        await Publisher(store, stream="s", incarnation=0).publish(model, 10)
+    pulled = await puller.pull()
+    assert pulled is not None
+    assert (pulled.version, pulled.incarnation) == (2, 2)
+    assert same(live, model)
+    assert all(key.startswith("2/") or "/" not in key for key in store.list(""))
+    change(model, 9)
+    assert not (await new.publish(model, 3)).anchor
+
+
+async def test_what_cannot_be_published_is_refused(store: Store, model: Arrays) -> None:
+    publisher = Publisher(store, stream="s", incarnation=1)
+    await publisher.publish(model, 3)
+    for version in (3, 2):
+        with pytest.raises(ValueError, match="ascend"):
+            await publisher.publish(model, version)
+    with pytest.raises(ValueError, match="stream 's'"):
+        await Publisher(store, stream="other", incarnation=1).publish(model, 4)
+    with pytest.raises(ValueError, match="complex64"):
+        await publisher.publish({"z": np.zeros(3, np.complex64)}, 4)
+    with pytest.raises(ValueError, match="no tensors"):
+        await publisher.publish({}, 4)
+    with pytest.raises(TypeError):
+        await publisher.publish({"a": [1, 2]}, 4)
+    assert (await publisher.publish(model, 4)).density == 0.0
+
+
+async def test_a_second_publisher_of_an_incarnation_fences_the_first(store: Store, model: Arrays) -> None:
+    first = Publisher(store, stream="s", incarnation=1)
+    await first.publish(model, 0)
+    assert (await Publisher(store, stream="s", incarnation=1).publish(model, 1)).anchor
+    with pytest.raises(StaleIncarnation):
+        await first.publish(model, 2)
+
+
+class Failing:
+    """A store whose calls fail when told to."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.fail = ""
+
+    @property
+    def url(self) -> str:
+        return self._store.url
+
+    def put(self, key: str, chunks: Sequence[bytes | memoryview]) -> None:
+        if self.fail and self.fail in key:
+            raise OSError(28, "No space left on device")
+        self._store.put(key, chunks)
+
+    def read(self, key: str, offset: int = 0, length: int | None = None) -> bytes | memoryview:
+        return self._store.read(key, offset, length)
+
+    def swap(self, key: str, old: bytes | None, new: bytes) -> bool:
+        if self.fail == "swap":
+            raise OSError(5, "Input/output error")
+        return self._store.swap(key, old, new)
+
+    def list(self, prefix: str) -> list[str]:
+        return self._store.list(prefix)
+
+    def delete(self, key: str) -> None:
+        if self.fail == "delete":
+            raise PermissionError(13, "Permission denied")
+        self._store.delete(key)
+
+
+@pytest.mark.parametrize("point", ["delta.ws", "manifest", "model.safetensors", "swap"])
+async def test_a_failed_publish_leaves_the_last_version(
+    store: Store, small_frames: int, model: Arrays, change: Change, copy: Copy, same: Same, point: str
+) -> None:
+    failing = Failing(store)
+    live = copy(model)
+    publisher = Publisher(failing, stream="s", incarnation=1, anchor_every=2)
+    puller = Puller(store, TensorSink(live))
+    for version in range(2):
+        change(model, version)
+        await publisher.publish(model, version)
+        await puller.pull()
+    old = copy(model)
+    head = bytes(store.read(HEAD))
+
+    change(model, 2)
+    failing.fail = point
+    with pytest.raises(OSError, match=r"No space|output error"):
+        await publisher.publish(model, 2)
+    assert bytes(store.read(HEAD)) == head
+    assert await puller.pull() is None
+    assert same(live, old)
+
+    failing.fail = ""
+    change(model, 3)
+    await publisher.publish(model, 3)  # the delta starts from version 1, the last that HEAD named
+    pulled = await puller.pull()
+    assert pulled is not None
+    assert pulled.kind == "delta"
+    assert same(live, model)
+    assert "/v/2/" not in "".join(store.list(""))
+
+
+async def test_that_old_versions_stay_does_not_fail_a_publish(store: Store, model: Arrays) -> None:
+    failing = Failing(store)
+    failing.fail = "delete"
+    publisher = Publisher(failing, stream="s", incarnation=1, anchor_every=1, keep=1)
+    await publisher.publish(model, 0)
+    await publisher.publish(model, 1)
+    assert any(key.startswith("1/v/0/") for key in store.list(""))
+    failing.fail = ""
+    await publisher.publish(model, 2)
+    assert not any(key.startswith(("1/v/0/", "1/v/1/")) for key in store.list(""))
+
+
+async def test_a_cancelled_publish_can_be_followed_by_another(
+    store: Store, small_frames: int, model: Arrays, change: Change, copy: Copy, same: Same
+) -> None:
+    live = copy(model)
+    publisher, puller = Publisher(store, stream="s", incarnation=1), Puller(store, TensorSink(live))
+    await publisher.publish(model, 0)
+    for version in range(1, 40):
+        change(model, version)
+        with anyio.move_on_after(0.0003 * version):
+            await publisher.publish(model, version)
+    change(model, 40)
+    await publisher.publish(model, 40)
+    pulled = await puller.pull()
+    assert pulled is not None
+    assert same(live, model)
+
+
+async def test_a_cancelled_stage_leaves_the_old_weights(
+    store: Store, small_frames: int, model: Arrays, change: Change, copy: Copy, same: Same
+) -> None:
+    live = copy(model)
+    publisher, puller = Publisher(store, stream="s", incarnation=1), Puller(store, TensorSink(live))
+    await publisher.publish(model, 0)
+    await puller.pull()
+    old = copy(model)
+    change(model, 1)
+    await publisher.publish(model, 1)
+    for step in range(20):
+        with anyio.move_on_after(0.0003 * step):
+            await puller.stage()
+        assert same(live, old)
+    assert await puller.pull() is not None
+    assert same(live, model)
+
+
+@pytest.mark.parametrize(("anchor_every", "keep"), [(1, 1), (4, 1), (3, 5), (10, 4)])
+async def test_retention_is_bounded_and_never_breaks_a_chain(
+    store: Store, small_frames: int, model: Arrays, change: Change, copy: Copy, same: Same, anchor_every: int, keep: int
+) -> None:
+    publisher = Publisher(store, stream="s", incarnation=1, anchor_every=anchor_every, keep=keep)
+    late = copy(model)
+    behind = Puller(store, TensorSink(late))
+    for version in range(16):
+        change(model, version)
+        await publisher.publish(model, version)
+        fresh = {name: np.zeros_like(tensor) for name, tensor in model.items()}
+        assert await Puller(store, TensorSink(fresh)).pull() is not None
+        assert same(fresh, model)
+        if version % keep == 0:  # at most `keep` behind: deltas alone, once it has a version
+            pulled = await behind.pull()
+            assert pulled is not None
+            assert same(late, model)
+            assert version == 0 or anchor_every == 1 or pulled.kind in ("delta", "chain")
+        named = decode_head(store.read(HEAD)).versions
+        assert len(named) <= anchor_every + keep
+        assert {key.split("/")[2] for key in store.list("1/v/")} == {str(ref.version) for ref in named}
+
+
+class Removing(Failing):
+    """A store where the next version is published, and this one removed, while it is read."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__(store)
+        self.before_read: Callable[[], None] | None = None
+
+    def read(self, key: str, offset: int = 0, length: int | None = None) -> bytes | memoryview:
+        if key.endswith("model.safetensors") and self.before_read is not None:
+            hook, self.before_read = self.before_read, None
+            hook()
+        return super().read(key, offset, length)
+
+
+async def test_a_version_removed_while_it_is_pulled_gives_way_to_the_newest(
+    store: Store, small_frames: int, model: Arrays, change: Change, copy: Copy, same: Same
+) -> None:
+    removing = Removing(store)
+    publisher = Publisher(store, stream="s", incarnation=1, anchor_every=1, keep=1)
+    await publisher.publish(model, 0)
+    live = {name: np.zeros_like(tensor) for name, tensor in model.items()}
+
+    def publish_next() -> None:
+        change(model, 1)
+        anyio.from_thread.run(publisher.publish, model, 1)
+
+    removing.before_read = publish_next
+    pulled = await Puller(removing, TensorSink(live)).pull()
+    assert pulled is not None
+    assert pulled.version == 1
+    assert same(live, model)
+
+
+async def test_pullers_beside_a_publisher_always_see_one_version(
+    store: Store, small_frames: int, model: Arrays, change: Change, copy: Copy, same: Same
+) -> None:
+    published: dict[int, Arrays] = {}
+    done = anyio.Event()
+    other = open_store(store.url)
+
+    async def publish() -> None:
+        publisher = Publisher(store, stream="s", incarnation=1, anchor_every=3, keep=2)
+        for version in range(25):
+            change(model, version)
+            published[version] = copy(model)
+            await publisher.publish(model, version)
+        done.set()
+
+    async def pull(pause: float) -> None:
+        live = {name: np.zeros_like(tensor) for name, tensor in model.items()}
+        puller, seen = Puller(other, TensorSink(live)), -1
+        while not (done.is_set() and seen == 24):
+            pulled = await puller.pull()
+            if pulled is not None:
+                assert pulled.version > seen
+                seen = pulled.version
+                assert same(live, published[seen])
+            await anyio.sleep(pause)
+
+    with anyio.fail_after(60):
+        async with anyio.create_task_group() as group:
+            group.start_soon(publish)
+            for pause in (0.0, 0.001, 0.02):
+                group.start_soon(pull, pause)
+
+
+async def test_a_layout_that_changes_starts_anew(store: Store, model: Arrays, copy: Copy, same: Same) -> None:
+    publisher = Publisher(store, stream="s", incarnation=1)
+    await publisher.publish(model, 0)
+    wider = {**model, "extra": np.ones(7, np.float32)}
+    live = copy(wider)
+    assert (await publisher.publish(wider, 1)).anchor
+    pulled = await Puller(store, TensorSink(live)).pull()
+    assert pulled is not None
+    assert same(live, wider)
+    with pytest.raises(CorruptVersion, match="extra"):
+        await Puller(store, TensorSink(copy(model))).pull()
+
+
+async def test_a_frame_of_full_size(store: Store) -> None:
+    """Three frames of 16 MiB and a bit, changed at their edges."""
+    tensor = np.zeros((49 << 20) // 4, np.float32)
+    live = tensor.copy()
+    publisher, puller = Publisher(store, stream="s", incarnation=1), Puller(store, TensorSink({"t": live}))
+    await publisher.publish({"t": tensor}, 0)
+    await puller.pull()
+    edges = [0, (16 << 20) // 4 - 1, (16 << 20) // 4, tensor.size - 1]
+    tensor[edges] = np.nan
+    report = await publisher.publish({"t": tensor}, 1)
+    assert report.density * tensor.size == pytest.approx(len(edges))
+    await puller.pull()
+    assert live.tobytes() == tensor.tobytes()
+
+
+async def test_tensors_that_change_while_published_are_noticed(
+    store: Store, small_frames: int, model: Arrays, change: Change, copy: Copy, same: Same
+) -> None:
+    class Meddling(Failing):
+        def swap(self, key: str, old: bytes | None, new: bytes) -> bool:
+            model["embed"][0, 0] += 1
+            return super().swap(key, old, new)
+
+    publisher = Publisher(store, stream="s", incarnation=1)
+    await publisher.publish(model, 0)
+    change(model, 1)
+    publisher._store = Meddling(store)
+    with pytest.raises(WeightSyncError, match="embed"):
+        await publisher.publish(model, 1)
+    publisher._store = store
+    assert (await publisher.publish(model, 2)).anchor
+    live = copy(model)
+    await Puller(store, TensorSink(live)).pull()
+    assert same(live, model)
+
+
+async def test_the_event_loop_is_not_blocked(tmp_path: Path) -> None:
+    """A 10 ms probe beside publishing and pulling 64 MB."""
+    store = DirectoryStore(tmp_path)
+    tensor = np.random.default_rng(0).normal(size=16 << 20).astype(np.float32)
+    live = np.zeros_like(tensor)
+    lags: list[float] = []
+
+    async def probe() -> None:
+        while True:
+            before = anyio.current_time()
+            await anyio.sleep(0.01)
+            lags.append(anyio.current_time() - before - 0.01)
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(probe)
+        publisher, puller = Publisher(store, stream="s", incarnation=1), Puller(store, TensorSink({"t": live}))
+        for version in range(3):
+            tensor[version::100] += 1
+            await publisher.publish({"t": tensor}, version)
+            await puller.pull()
+        group.cancel_scope.cancel()
+    assert np.median(lags) < 0.05
