@@ -130,9 +130,10 @@ def pull_and_die(point):
 
     def count(event, arguments):
         nonlocal calls
-        calls += event in EVENTS
-        if calls >= point:
-            os.kill(os.getpid(), signal.SIGKILL)
+        if event in EVENTS:
+            calls += 1
+            if calls == point:
+                os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(count)
     anyio.run(Puller(open_store(url), sink).pull)

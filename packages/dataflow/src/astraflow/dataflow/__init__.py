@@ -3,6 +3,7 @@
 from .arrays import Array
 from .balance import pool_target, wait_fraction
 from .config import DataflowConfig, Order, PolicyFeed
+from .figures import MetricSummary, PolicyStatus, WorkerStatus
 from .interface import (
     Attachment,
     AttachRequest,
@@ -22,10 +23,8 @@ from .interface import (
     LeaseReply,
     LeaseRequest,
     Message,
-    MetricSummary,
     Phase,
     Policies,
-    PolicyStatus,
     PolicyVersion,
     Prompt,
     Purpose,
@@ -48,7 +47,6 @@ from .interface import (
     TrajectoryStatus,
     WatchRequest,
     WorkerStats,
-    WorkerStatus,
 )
 from .service import Dataflow, Observer
 from .sources import EvalSuite, ListSource, PromptSource, reasoning_gym_items

@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
+from .figures import MetricSummary
 from .interface import (
     EvaluateRequest,
     Evaluation,
-    MetricSummary,
     RolloutGroup,
     RolloutTask,
     SuiteReport,

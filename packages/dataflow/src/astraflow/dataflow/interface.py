@@ -23,6 +23,7 @@ import numpy as np
 from astraflow.rpc import method, service
 
 from .arrays import Array
+from .figures import MetricSummary, PolicyStatus, WorkerStatus
 
 FinishReason = Literal["stop", "length", "abort"]
 TrajectoryStatus = Literal["ok", "failed", "timed_out"]
@@ -368,16 +369,6 @@ class EvaluationQuery(msgspec.Struct, frozen=True, kw_only=True):
     wait_s: float = 10.0
 
 
-class MetricSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """Mean of a trajectory metric over `n` samples with its 95 % interval (Wilson for values in {0, 1}, else
-    normal)."""
-
-    mean: float
-    low: float
-    high: float
-    n: int
-
-
 class SuiteReport(msgspec.Struct, frozen=True, kw_only=True):
     """One suite's figures so far. A sample that failed or never came back counts as 0 in every metric and is
     counted in `missing`. `examples` are a few trajectories to read."""
@@ -395,46 +386,6 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     label: str
     finished: bool
     suites: tuple[SuiteReport, ...]
-
-
-class PolicyStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One policy now. Rewards are means over groups ingested in the window; staleness is of the last batch, in
-    versions; `wait_fraction` is waiting over step time in the window; `dropped` counts by reason
-    (zero_advantage, stale, overflow, failed, masked, finished). `reward_nonzero` is the share of trajectories with a
-    reward other than 0. `target_workers` is the balance report's wish. `finished`: every version was made, or the data
-    ended before."""
-
-    model_id: str
-    version: int
-    steps: int
-    incarnation: int = 0
-    buffered: int = 0
-    running: int = 0
-    reward_mean: float = 0.0
-    reward_nonzero: float = 0.0
-    wait_fraction: float = 0.0
-    staleness_mean: float = 0.0
-    staleness_max: int = 0
-    produced: int = 0
-    consumed: int = 0
-    dropped: dict[str, int] = {}
-    target_workers: int = 1
-    metrics: dict[str, float] = {}
-    finished: bool = False
-
-
-class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
-    worker_id: str
-    pool: str
-    capacity: int
-    alive: bool
-    running: int
-    tokens_per_s: float
-    versions: dict[str, int]
-    silent_s: float
-    pulled_full_bytes: int = 0
-    pulled_delta_bytes: int = 0
-    swap_pause_s: float = 0.0
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):

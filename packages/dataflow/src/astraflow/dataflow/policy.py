@@ -16,9 +16,10 @@ from .admission import YieldAverage, has_room
 from .balance import wait_fraction
 from .buffer import PolicyBuffer
 from .config import PolicyFeed
+from .figures import PolicyStatus
 from .filters import Filter
 from .ingest import PolicyGroup
-from .interface import Fenced, PolicyStatus, PolicyVersion, StepReport, TrainBatch
+from .interface import Fenced, PolicyVersion, StepReport, TrainBatch
 from .signals import Signal
 from .window import Window, mean
 

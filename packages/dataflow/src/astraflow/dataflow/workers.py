@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 
-from .interface import Registration, WorkerStats, WorkerStatus
+from .figures import WorkerStatus
+from .interface import Registration, WorkerStats
 
 FORGET_AFTER = 20
 """Silence limits after which a worker disappears from the status."""
