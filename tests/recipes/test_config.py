@@ -7,7 +7,7 @@ import pytest
 
 from astraflow.recipes.cli import parse_run, preset_name
 from astraflow.recipes.config import ConfigError, check, merge, read_toml, resolve_debug, to_toml
-from astraflow.recipes.math_multi_agent import RECIPE, TINY, MathConfig
+from astraflow.recipes.math_multi_agent import RECIPE, TINY
 
 
 def test_every_preset_can_be_run() -> None:
@@ -18,7 +18,7 @@ def test_every_preset_can_be_run() -> None:
 def test_a_configuration_survives_toml(tmp_path: Path) -> None:
     file = tmp_path / "config.toml"
     file.write_text(to_toml(TINY))
-    assert merge(MathConfig(), read_toml(file), "file") == TINY
+    assert merge(RECIPE.presets["laptop"], read_toml(file), "file") == TINY
 
 
 def test_an_unknown_key_names_the_nearest() -> None:

@@ -34,6 +34,10 @@ USAGE = """usage: recipes COMMAND [OPTIONS]
 """
 
 
+PLAIN_WIDTH = 140
+"""Columns of what is written to a file or a pipe."""
+
+
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
     """How to start a run."""
 
@@ -90,7 +94,9 @@ class Drive(msgspec.Struct, frozen=True, kw_only=True):
 
 def main() -> None:
     """Entry point of the `recipes` command."""
-    console = Console(stderr=False)
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=PLAIN_WIDTH)
     try:
         command(sys.argv[1:], console)
     except ConfigError as error:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import anyio
-import torch
+import anyio.to_thread
 from rich.console import Console
 
 from astraflow.trainer import train
@@ -20,6 +20,7 @@ from .driver import Driver, RunResult, stop_on_signal
 from .lag import LagProbe
 from .recipe import Recipe
 from .rundir import RunDirectory, RunWriter
+from .serve import prepare_torch
 from .services import build_dataflow, build_worker, policy_spec, resolve_device, resolve_models
 from .summary import Summary, summarise
 from .view import watch
@@ -27,7 +28,7 @@ from .view import watch
 
 async def run_in_process(recipe: Recipe[AnyRun], config: AnyRun, run: RunDirectory, console: Console) -> Summary:
     """Run to the end and return the figures; the run directory holds everything else."""
-    torch.set_num_threads(1)
+    await anyio.to_thread.run_sync(prepare_torch)
     device = resolve_device(config.device)
     models = await resolve_models(config)
     probe = LagProbe()
@@ -50,8 +51,8 @@ async def run_services(
     writer: RunWriter,
     console: Console,
 ) -> RunResult:
-    dataflow = build_dataflow(recipe, config, writer)
-    driver = Driver(dataflow, config.policies, [s.name for s in recipe.parts.suites(config)])
+    dataflow = await build_dataflow(recipe, config, writer)
+    driver = Driver(dataflow, config.policies, recipe.suites if config.eval.problems else ())
     stores = {name: MemoryStore(f"{run.path.resolve()}/{name}") for name in models}
     training = set(models)
     trained = anyio.Event()
@@ -66,7 +67,8 @@ async def run_services(
     async def run_worker() -> None:
         # After the trainers: loading a model changes torch's defaults for the whole process while it goes on.
         await driver.published.wait()
-        await build_worker(recipe, config, dataflow, models, "worker-0", device).run()
+        worker = await build_worker(recipe, config, dataflow, models, "worker-0", device)
+        await worker.run()
 
     try:
         async with anyio.create_task_group() as services:

@@ -41,6 +41,14 @@ def setup_logging(path: Path, tell: Callable[[str], None]) -> None:
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
 
 
+def quiet_transformers() -> None:
+    """No progress bars and no reports of loading on the screen."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+
+
 def first_cause(error: BaseException) -> BaseException:
     """The first failure inside nested exception groups: what happened before its siblings were cancelled."""
     while isinstance(error, BaseExceptionGroup):

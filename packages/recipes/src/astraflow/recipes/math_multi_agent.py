@@ -108,6 +108,7 @@ RECIPE: Recipe[MathConfig] = Recipe(
             "verify_claim": "verify_claim",
         }.items()
     },
+    suites=("solver", "reworded", "team", "verifier"),
     headlines=HEADLINES,
     view_metrics=("solver_correct", "final_correct", "verifier_correct"),
 )

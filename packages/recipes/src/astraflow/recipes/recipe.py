@@ -51,6 +51,7 @@ class Recipe(msgspec.Struct, Generic[Config], frozen=True, kw_only=True):
     gpu_preset: str
     workflow: str
     workflows: Mapping[str, str]
+    suites: tuple[str, ...]
     headlines: tuple[Headline, ...]
     view_metrics: tuple[str, ...] = ()
     """Trajectory metrics the live view shows."""

@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import anyio
+import anyio.to_thread
 
 from astraflow.dataflow import Control, DataflowService, Empty
 from astraflow.raas import Worker
@@ -22,6 +23,7 @@ from astraflow.weightsync import DirectoryStore
 
 from .config import AnyRun, ConfigError
 from .lag import LagProbe
+from .logs import quiet_transformers
 from .recipe import Recipe
 from .rundir import RunDirectory, RunWriter
 from .services import build_dataflow, build_worker, policy_spec, resolve_device, resolve_models
@@ -38,7 +40,7 @@ LAG_EVERY_S = 10.0
 async def serve_dataflow(recipe: Recipe[AnyRun], config: AnyRun, run: RunDirectory, listen: str) -> None:
     """Serve the dataflow at `listen` until SIGTERM, or until everybody had time to hear that the run is finished."""
     with RunWriter(run).running() as writer:
-        dataflow = build_dataflow(recipe, config, writer)
+        dataflow = await build_dataflow(recipe, config, writer)
         async with serve(dataflow, DataflowService, listen) as server, anyio.create_task_group() as tasks:
             print(f"dataflow at {server.address}", flush=True)
             tasks.start_soon(record_lag, writer)
@@ -70,11 +72,11 @@ async def leave_when_finished(dataflow: DataflowService, scope: anyio.CancelScop
 
 async def serve_raas(recipe: Recipe[AnyRun], config: AnyRun, join: str, worker_id: str) -> None:
     """Join the dataflow at `join` as a rollout worker until the run is finished; SIGTERM drains."""
-    one_thread()
+    await anyio.to_thread.run_sync(prepare_torch)
     device = resolve_device(config.device)
     models = await resolve_models(config)
     async with connect(join, DataflowService, connect_timeout=JOIN_S) as dataflow:
-        worker = build_worker(recipe, config, dataflow, models, worker_id, device)
+        worker = await build_worker(recipe, config, dataflow, models, worker_id, device)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(drain_on_signal, worker)
             await worker.run()
@@ -92,7 +94,7 @@ async def serve_trainer(recipe: Recipe[AnyRun], config: AnyRun, run: RunDirector
 
     if policy not in config.policies:
         raise ConfigError(f"--policy {policy}: this run trains {', '.join(config.policies)}")
-    one_thread()
+    await anyio.to_thread.run_sync(prepare_torch)
     device = resolve_device(config.device)
     models = await resolve_models(config)
     store = DirectoryStore(run.weights(policy))
@@ -115,11 +117,12 @@ async def terminated() -> None:
             return
 
 
-def one_thread() -> None:
+def prepare_torch() -> None:
     """One torch thread per service: several share the cores, and two threads on loaded cores are slower than one."""
     import torch
 
     torch.set_num_threads(1)
+    quiet_transformers()
 
 
 def serve_commands(policies: list[str], workers: int, run: Path, address: str) -> dict[str, list[str]]:

@@ -9,7 +9,17 @@ from pathlib import Path
 import anyio.to_thread
 
 from astraflow.dataflow import Dataflow, DataflowConfig, DataflowService, Observer, PolicyFeed, Sampling
-from astraflow.raas import EngineSpec, Worker, WorkerConfig, load_engine, load_tokenizer, load_workflow
+from astraflow.raas import (
+    ChatTokenizer,
+    Engine,
+    EngineSpec,
+    Worker,
+    WorkerConfig,
+    Workflow,
+    load_engine,
+    load_tokenizer,
+    load_workflow,
+)
 from astraflow.trainer import PolicySpec
 
 from .config import AnyRun, ConfigError, Device, RunConfig
@@ -36,7 +46,10 @@ async def resolve_models(config: RunConfig) -> dict[str, Path]:
     return made
 
 
-def build_dataflow(recipe: Recipe[AnyRun], config: AnyRun, observer: Observer | None) -> Dataflow:
+async def build_dataflow(recipe: Recipe[AnyRun], config: AnyRun, observer: Observer | None) -> Dataflow:
+    """The dataflow with its prompts; making these can take a second, in a thread."""
+    source = await anyio.to_thread.run_sync(recipe.parts.source, config)
+    suites = await anyio.to_thread.run_sync(recipe.parts.suites, config)
     data = config.data
     return Dataflow(
         DataflowConfig(
@@ -63,13 +76,13 @@ def build_dataflow(recipe: Recipe[AnyRun], config: AnyRun, observer: Observer | 
             max_dropped_batches=data.max_dropped_batches,
             synchronous=config.synchronous,
         ),
-        recipe.parts.source(config),
-        recipe.parts.suites(config),
+        source,
+        suites,
         observer=observer,
     )
 
 
-def build_worker(
+async def build_worker(
     recipe: Recipe[AnyRun],
     config: AnyRun,
     dataflow: DataflowService,
@@ -77,37 +90,49 @@ def build_worker(
     worker_id: str,
     device: str,
 ) -> Worker:
+    """A worker with its engines, not started; what it imports is loaded in a thread."""
     rollout = config.rollout
-    engines = {
-        name: load_engine(
-            rollout.engine,
-            EngineSpec(
-                model_id=name,
-                model=str(path),
-                device=device,
-                dtype=rollout.dtype,
-                max_running=rollout.max_running,
-                max_context=rollout.max_context,
-                cache=rollout.cache,
-                deterministic=config.debug,
-            ),
-        )
-        for name, path in models.items()
-    }
+    engines, tokenizers, workflows = await anyio.to_thread.run_sync(load_parts, recipe, config, models, device)
     return Worker(
         WorkerConfig(
             worker_id=worker_id,
             pool="local",
             capacity=rollout.capacity,
-            min_update_s=rollout.min_update_s,
+            min_update_s=0.0 if config.synchronous else rollout.min_update_s,
             transfer=rollout.transfer,
             one_at_a_time=config.debug,
             reraise=config.debug,
         ),
         dataflow,
         engines=engines,
-        tokenizers={name: load_tokenizer(str(path)) for name, path in models.items()},
-        workflows={name: load_workflow(target) for name, target in recipe.workflows.items()},
+        tokenizers=tokenizers,
+        workflows=workflows,
+    )
+
+
+def load_parts(
+    recipe: Recipe[AnyRun], config: AnyRun, models: Mapping[str, Path], device: str
+) -> tuple[dict[str, Engine], dict[str, ChatTokenizer], dict[str, Workflow]]:
+    """Engines and tokenizers by policy, workflows by name."""
+    engines = {
+        name: load_engine(config.rollout.engine, engine_spec(config, name, path, device))
+        for name, path in models.items()
+    }
+    tokenizers = {name: load_tokenizer(str(path)) for name, path in models.items()}
+    return engines, tokenizers, {name: load_workflow(target) for name, target in recipe.workflows.items()}
+
+
+def engine_spec(config: RunConfig, model_id: str, model: Path, device: str) -> EngineSpec:
+    rollout = config.rollout
+    return EngineSpec(
+        model_id=model_id,
+        model=str(model),
+        device=device,
+        dtype=rollout.dtype,
+        max_running=rollout.max_running,
+        max_context=rollout.max_context,
+        cache=rollout.cache,
+        deterministic=config.debug,
     )
 
 

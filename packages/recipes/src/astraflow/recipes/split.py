@@ -49,8 +49,7 @@ async def drive(
         connect(address, DataflowService, connect_timeout=JOIN_S) as dataflow,
         anyio.create_task_group() as tasks,
     ):
-        suites = [suite.name for suite in recipe.parts.suites(config)]
-        driver = Driver(dataflow, config.policies, suites)
+        driver = Driver(dataflow, config.policies, recipe.suites if config.eval.problems else ())
         tasks.start_soon(stop_on_signal, driver, console)
         tasks.start_soon(watch, dataflow, lambda: driver.stage, config.steps, recipe.view_metrics, console)
         result = await driver.run(trainers_done)

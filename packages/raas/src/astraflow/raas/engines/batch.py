@@ -1,4 +1,4 @@
-"""The running batch: which requests run in which slot, and one step of all of them. No threads, no event loop.
+"""The running batch: which requests run in which slot, and one step at a time. No threads, no event loop.
 
 Invariants:
 
@@ -29,7 +29,7 @@ from astraflow.raas.engines.slots import ATTENTION, SlotCache, Window
 from astraflow.raas.interface import EngineError, EngineSpec, GenerateRequest, Generation
 
 PREFILL_TOKENS = 2048
-"""Tokens, padding included, of one forward pass over prompts: bounds its memory and how long a swap waits."""
+"""Tokens, padding included, of one forward pass over prompts: bounds its memory and how long a swap waits for it."""
 
 _LOADING = threading.Lock()
 """from_pretrained changes the process's default device and dtype while it runs: one at a time."""
@@ -125,22 +125,24 @@ class Batch:
         return bool(self.running or self.waiting)
 
     def new_weights(self, *, recompute: bool) -> None:
-        """The weights changed; with `recompute` the next step computes again what the old ones had computed."""
+        """The weights changed; with `recompute` the next steps compute again what the old ones had computed.
+
+        Without it that still holds for a job that has no token yet: it is a new request.
+        """
         self._epoch += 1
-        if recompute:
-            for job in self.running:
+        for job in self.running:
+            if recompute or not job.versions:
                 job.cached = 0
 
     @torch.inference_mode()
     def step(self, version: int) -> None:
-        """Append at least one token, sampled at `version`, to every running job; tell those that ended."""
+        """One forward pass: over prompts while any are missing, else one token, sampled at `version`, for every job."""
         self.waiting = deque(job for job in self.waiting if not job.cancelled)
         self._retire()
         while self.waiting and len(self.running) < self._limit:
             self.running.append(self.waiting.popleft())
-        while lagging := self._share():
-            self._advance(lagging, version)
-        self._advance(list(range(len(self.running))), version)
+        if self.running:
+            self._advance(self._share() or list(range(len(self.running))), version)
 
     def _share(self) -> list[int]:
         """Copy what another slot has already computed; return the slots to compute next, none if all are ready.
@@ -171,8 +173,6 @@ class Batch:
 
     def _advance(self, slots: list[int], version: int) -> None:
         """Bring these slots up to date, draw their next tokens and take out the jobs that ended."""
-        if not slots:
-            return
         jobs = [self.running[slot] for slot in slots]
         logits = self._forward(slots, jobs)
         temperatures = [job.request.sampling.temperature for job in jobs]
