@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from astraflow.recipes.cli import parse_run, preset_name
-from astraflow.recipes.config import ConfigError, check, merge, read_toml, resolve_debug, to_toml
+from astraflow.recipes.config import ConfigError, check, merge, read_toml, resolve, to_toml
 from astraflow.recipes.math_multi_agent import RECIPE, TINY
 
 
@@ -78,7 +78,8 @@ def test_an_unknown_option_ends_with_the_nearest(capsys: pytest.CaptureFixture[s
 
 
 def test_debug_is_in_turn_in_fp32_and_without_deadlines() -> None:
-    config = resolve_debug(msgspec.structs.replace(TINY, debug=True))
+    config = resolve(msgspec.structs.replace(TINY, debug=True))
     assert config.synchronous
     assert config.trainer.dtype == config.rollout.dtype == "float32"
     assert config.data.task_deadline_s > 1e6
+    assert config.data.max_staleness == 0

@@ -171,6 +171,11 @@ def test_the_slower_of_two_builds_takes_the_result_of_the_faster(tmp_path: Path)
     assert list(tmp_path.iterdir()) == [target]
 
 
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return resolve_model("package:smollm2", tmp_path_factory.mktemp("cache"))
+
+
 @pytest.mark.slow
 def test_two_processes_convert_smollm2_at_once(tmp_path: Path) -> None:
     code = "import sys; from astraflow.recipes.models import resolve_model; print(resolve_model('package:smollm2'))"
@@ -185,12 +190,11 @@ def test_two_processes_convert_smollm2_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_smollm2_answers_and_ends(tmp_path: Path) -> None:
+def test_smollm2_answers_and_ends(converted: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    directory = resolve_model("package:smollm2", tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(directory)
-    tokenizer = AutoTokenizer.from_pretrained(directory)
+    model = AutoModelForCausalLM.from_pretrained(converted)
+    tokenizer = AutoTokenizer.from_pretrained(converted)
     assert model.dtype == torch.bfloat16
     assert model.generation_config.eos_token_id == [2, 0]
     assert tokenizer.convert_ids_to_tokens(tokenizer.encode("a 39")) == ["a", "Ġ", "3", "9"]
@@ -202,13 +206,12 @@ def test_smollm2_answers_and_ends(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_smollm2_equals_what_transformers_reads(tmp_path: Path) -> None:
+def test_smollm2_equals_what_transformers_reads(converted: Path) -> None:
     pytest.importorskip("accelerate", reason="transformers reads GGUF files only with accelerate")
     from transformers import AutoModelForCausalLM
 
-    directory = resolve_model("package:smollm2", tmp_path)
     source = smollm2.find_gguf()
-    ours = AutoModelForCausalLM.from_pretrained(directory)
+    ours = AutoModelForCausalLM.from_pretrained(converted)
     theirs = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.bfloat16)
     expected = theirs.state_dict()
     assert all(torch.equal(value, expected[name]) for name, value in ours.state_dict().items())

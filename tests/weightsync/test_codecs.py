@@ -131,6 +131,10 @@ def test_a_zstd_bomb_is_refused_before_it_is_inflated() -> None:
     bomb = zstandard.ZstdCompressor().compress(bytes(1 << 26))
     with pytest.raises(CorruptVersion):
         lie(GAP_XOR, 10, bomb, "F16")
+    claims = zstandard.ZstdCompressor().compressobj(size=1 << 46)
+    payload = claims.compress(b"x") + claims.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK)
+    with pytest.raises(CorruptVersion):  # allocating what it claims would be a MemoryError
+        lie(GAP_XOR, 10, payload, "F16")
 
 
 def test_raw_is_chosen_where_everything_changed() -> None:

@@ -339,6 +339,15 @@ async def test_a_later_incarnation_takes_over(
     assert not (await new.publish(model, 3)).anchor
 
 
+async def test_files_of_a_later_incarnation_are_left_alone(store: Store, model: Arrays) -> None:
+    """It may be writing its first version just now."""
+    store.put("3/v/9/delta.ws", [b"to be"])
+    store.put("1/v/7/delta.ws", [b"abandoned"])
+    publisher = Publisher(store, stream="s", incarnation=2)
+    await publisher.publish(model, 0)
+    assert [key for key in store.list("") if not key.startswith("2/") and "/" in key] == ["3/v/9/delta.ws"]
+
+
 async def test_what_cannot_be_published_is_refused(store: Store, model: Arrays) -> None:
     publisher = Publisher(store, stream="s", incarnation=1)
     await publisher.publish(model, 3)

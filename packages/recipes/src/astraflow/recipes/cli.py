@@ -18,7 +18,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from .config import ConfigError, RunConfig, check, merge, read_toml, resolve_debug, to_toml
+from .config import ConfigError, RunConfig, check, merge, read_toml, resolve, to_toml
 from .recipe import Recipe
 from .registry import load_recipe, recipe_names
 from .rundir import RunDirectory, write_atomic
@@ -202,7 +202,7 @@ def parse_run(recipe: Recipe[Any], args: Sequence[str]) -> tuple[Launch, RunConf
         default=launch_type(run=base, preset=preset),
     )
     assert isinstance(launch, Launch)
-    config = resolve_debug(launch.run)
+    config = resolve(launch.run)
     check(config)
     return launch, config
 

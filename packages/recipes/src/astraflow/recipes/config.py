@@ -157,18 +157,24 @@ def check(config: RunConfig) -> None:
         raise ConfigError("--data.n-samples 1 makes every group constant; use --data.no-dynamic-sampling")
 
 
-def resolve_debug(config: AnyRun) -> AnyRun:
-    """What --debug means for the other fields: fp32, in turn, one at a time, and time that does not run out."""
-    if not config.debug:
-        return config
+def resolve(config: AnyRun) -> AnyRun:
+    """What --debug and --synchronous mean for the other fields.
+
+    --synchronous: every token is trained at the version that sampled it. --debug: the same, in fp32, one at a time, and
+    with time that does not run out.
+    """
     replace = msgspec.structs.replace
-    return replace(
-        config,
-        synchronous=True,
-        data=replace(config.data, task_deadline_s=1e9, worker_silence_s=1e9),
-        rollout=replace(config.rollout, dtype="float32", capacity=config.data.n_samples),
-        trainer=replace(config.trainer, dtype="float32"),
-    )
+    if config.debug:
+        config = replace(
+            config,
+            synchronous=True,
+            data=replace(config.data, task_deadline_s=1e9, worker_silence_s=1e9),
+            rollout=replace(config.rollout, dtype="float32", capacity=config.data.n_samples),
+            trainer=replace(config.trainer, dtype="float32"),
+        )
+    if config.synchronous:
+        config = replace(config, data=replace(config.data, max_staleness=0))
+    return config
 
 
 def merge(base: AnyRun, overrides: dict[str, Any], origin: str) -> AnyRun:

@@ -11,7 +11,7 @@ import msgspec
 from astraflow.dataflow import EvalSuite, ListSource, PromptSource, Sampling
 from astraflow.trainer import LossConfig, TrainerConfig
 
-from .config import DataConfig, EvalConfig, PolicyConfig, RolloutConfig, RunConfig
+from .config import EvalConfig, PolicyConfig, RolloutConfig, RunConfig
 from .math_tasks import MathTask, held_out_prompts, train_prompts, with_claims
 from .recipe import Headline, Recipe
 
@@ -78,8 +78,7 @@ TINY = MathConfig(
     rollout=RolloutConfig(max_context=96, max_running=64, capacity=64),
     trainer=TrainerConfig(lr=3e-4, loss=LossConfig(name="m2po", kl=0.0), checkpoint_every=10),
     eval=EvalConfig(problems=300),
-    data=DataConfig(),
-    task=MathTask(),
+    task=MathTask(digits=(2, 2), reversed_digits=True),
 )
 
 GPU = MathConfig(

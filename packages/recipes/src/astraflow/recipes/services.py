@@ -27,6 +27,9 @@ from .models import resolve_model
 from .recipe import Recipe
 from .rundir import RunDirectory
 
+GRACE_SILENCES = 20
+"""Silence limits without any worker at all after which a run is given up: a supervised one is back long before."""
+
 
 def resolve_device(device: Device) -> str:
     """Raises ConfigError if a GPU is asked for and there is none."""
@@ -72,6 +75,7 @@ async def build_dataflow(recipe: Recipe[AnyRun], config: AnyRun, observer: Obser
             seed=config.seed,
             task_deadline_s=data.task_deadline_s,
             worker_silence_s=data.worker_silence_s,
+            worker_grace_s=GRACE_SILENCES * data.worker_silence_s,
             zero_advantage=data.dynamic_sampling,
             max_dropped_batches=data.max_dropped_batches,
             synchronous=config.synchronous,

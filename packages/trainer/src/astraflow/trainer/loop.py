@@ -79,7 +79,7 @@ async def train(
     found = await work.run(lambda: latest_checkpoint(Path(spec.directory)))
     if found and not resume:
         raise FileExistsError(f"{spec.model_id}: {found.directory} exists; resume it or choose another directory")
-    backend_class = load_backend(config.backend)
+    backend_class = await work.run(lambda: load_backend(config.backend))  # importing torch takes seconds
     backend = await work.run(lambda: backend_class(spec, config))
     loop = _Loop(spec, config, dataflow, work, backend)
     if found:
