@@ -316,3 +316,22 @@ async def test_a_finished_run_sends_trainers_home(kit: Any) -> None:
         group.start_soon(later)
         with anyio.fail_after(2):
             assert (await kit.ask(dataflow, incarnation, 0, wait_s=30.0)).finished
+
+
+async def test_a_trainer_that_comes_back_before_what_is_kept_trains_anew(kit: Any) -> None:
+    """Without commits the oldest batches are forgotten; what is kept behind the gap must not take their room."""
+    dataflow = kit.dataflow([feed(max_staleness=0, steps=100)])
+    await kit.start(dataflow)
+    incarnation = await kit.attach(dataflow)
+    for version in range(70):
+        await fill(kit, dataflow, 1, solver=version)
+        assert (await kit.ask(dataflow, incarnation, version)).batch is not None
+        await kit.publish(dataflow, incarnation, version + 1)
+    incarnation = await kit.attach(dataflow, version=0)
+    for version in range(70):
+        reply = await kit.ask(dataflow, incarnation, version)
+        if reply.batch is None:
+            await fill(kit, dataflow, 1, solver=version)
+            reply = await kit.ask(dataflow, incarnation, version)
+        assert reply.batch.version == version
+        await kit.publish(dataflow, incarnation, version + 1)

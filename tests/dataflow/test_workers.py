@@ -314,3 +314,14 @@ async def test_refills_to_the_horizon_and_no_further(kit: Any, most: int) -> Non
     while tasks := await kit.lease(dataflow, most):
         leased += len(tasks)
     assert leased == 3 * 8 // 4
+
+
+async def test_a_lost_task_returns_to_its_worker_if_no_other_can_run_it(kit: Any) -> None:
+    dataflow = kit.dataflow()
+    await kit.start(dataflow, "w0")
+    await kit.start(dataflow, "other", policies=("judge",))
+    (task,) = await kit.lease(dataflow)
+    kit.clock.advance(121.0)
+    await dataflow.heartbeat(Heartbeat(worker_id="other"))
+    (again,) = await kit.lease(dataflow)
+    assert (again.task_id, again.attempt) == (task.task_id, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -124,3 +125,15 @@ async def test_a_workflow_can_say_what_people_read(kit: Any) -> None:
         return Outcome(messages=(Message("tool", "done"),))
 
     assert (await roll(kit, told))[0].messages == (Message("tool", "done"),)
+
+
+async def test_a_cancellation_that_nobody_asked_for_is_the_workflows_failure(kit: Any) -> None:
+    async def stumbles(task: RolloutTask, policies: Mapping[str, PolicyHandle]) -> Outcome:
+        tool = asyncio.create_task(asyncio.sleep(60))
+        tool.cancel()
+        await tool
+        return Outcome()
+
+    trajectory, _ = await roll(kit, stumbles)
+    assert trajectory.status == "failed"
+    assert "waited for something that was cancelled" in trajectory.error

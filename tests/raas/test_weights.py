@@ -216,3 +216,22 @@ async def test_a_trainer_that_went_back_is_followed(kit: Any, dataflow: Any, sol
             PolicyVersion(model_id="solver", version=3, incarnation=2, weights=solver.store.url),
         ]
         await serves(engine, 3)
+
+
+async def test_weights_of_a_trainer_that_was_replaced_do_not_count_for_a_minimum(
+    kit: Any, dataflow: Any, solver: Policy
+) -> None:
+    await solver.publish(5)
+    engine = kit.ScriptedEngine()
+    async with running(kit.make_worker(dataflow, {"answer": answer}, {"solver": engine})):
+        await serves(engine, 5)
+        # Announced but not to be had yet, so that the engine stays at the abandoned version.
+        dataflow.policies = [PolicyVersion(model_id="solver", version=3, incarnation=2, weights=solver.store.url)]
+        await anyio.sleep(0.1)
+        dataflow.tasks = [kit.make_task(min_versions={"solver": 3})]
+        await anyio.sleep(0.2)
+        assert not dataflow.results
+        publisher = Publisher(solver.store, stream="solver", incarnation=2)
+        await publisher.publish({"w": np.full(8, 3, dtype=np.float32)}, 3)
+        await dataflow.until(4)
+    assert {s.oldest_version for r in dataflow.results for s in r.trajectory.sequences} == {3}

@@ -13,7 +13,7 @@ import anyio
 import pytest
 
 from astraflow.dataflow import RolloutTask
-from astraflow.raas import EngineError, Generation, Outcome, PolicyHandle, WorkerConfig, WorkerFailed
+from astraflow.raas import EngineError, EngineGone, Generation, Outcome, PolicyHandle, WorkerConfig, WorkerFailed
 from astraflow.rpc import FrameTooLarge, Unavailable
 
 Handles = Mapping[str, PolicyHandle]
@@ -331,3 +331,25 @@ def test_an_impossible_configuration_is_refused() -> None:
         WorkerConfig(worker_id="w", capacity=0)
     with pytest.raises(ValueError, match="drain_s is -1"):
         WorkerConfig(worker_id="w", drain_s=-1)
+
+
+async def test_an_engine_that_died_ends_the_worker_at_once(kit: Any) -> None:
+    class Dying(kit.ScriptedEngine):  # type: ignore[misc]
+        async def generate(self, request: Any, /) -> Generation:
+            raise EngineGone("its thread died")
+
+    dataflow = kit.ListDataflow(tasks=[kit.make_task(f"sums/{n}") for n in range(99)])
+    engine = Dying()
+    worker = kit.make_worker(dataflow, {"answer": answer}, {"solver": engine})
+    with anyio.fail_after(10), pytest.raises(EngineGone, match="its thread died"):
+        await worker.run()
+    assert engine.closed
+    assert not dataflow.results
+
+
+async def test_samples_that_an_earlier_attempt_brought_in_do_not_run_again(kit: Any) -> None:
+    dataflow = kit.ListDataflow(tasks=[kit.make_task("again", attempt=1, done=(0, 2)), kit.make_task("new")])
+    async with running(kit.make_worker(dataflow, {"answer": answer}, {"solver": kit.ScriptedEngine()})):
+        await dataflow.until(6)
+    ran = {(r.task_id, r.sample_index) for r in dataflow.results}
+    assert ran == {("again", 1), ("again", 3), *(("new", index) for index in range(4))}

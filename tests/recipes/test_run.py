@@ -45,17 +45,19 @@ def summary(out: Path) -> dict[str, Any]:
 
 
 def lines(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
+    return [json.loads(line) for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
-def steps_done(out: Path) -> int:
+def steps_done(out: Path, *model_ids: str) -> int:
+    """Training steps so far, of these policies or of all."""
     files = list(out.glob("*/metrics.jsonl"))
-    return sum(1 for r in lines(files[0]) if r["kind"] == "step") if files else 0
+    steps = [r for r in lines(files[0]) if r["kind"] == "step"] if files else []
+    return sum(1 for r in steps if not model_ids or r["model_id"] in model_ids)
 
 
-def wait_for_steps(out: Path, n: int, process: subprocess.Popen[str], timeout: float = 120) -> None:
+def wait_for_steps(out: Path, n: int, process: subprocess.Popen[str], *model_ids: str, timeout: float = 120) -> None:
     end = time.monotonic() + timeout
-    while steps_done(out) < n:
+    while steps_done(out, *model_ids) < n:
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < end, "no training steps"
         time.sleep(0.2)
@@ -115,6 +117,21 @@ def test_split_survives_a_kill_of_raas_and_of_a_trainer(tmp_path: Path) -> None:
     output = finish(process)
     assert output.count("service died, starting it again") == 2
     check_run(tmp_path, 12)
+
+
+def test_a_stalled_trainer_does_not_hold_the_other_back(tmp_path: Path) -> None:
+    process = start("math-multi-agent", *SHORT, "--steps", "8", "--split", "--out", str(tmp_path))
+    wait_for_steps(tmp_path, 1, process, "solver")
+    solver = child(process, "solver")
+    os.kill(solver, signal.SIGSTOP)
+    try:
+        stalled_at = steps_done(tmp_path, "solver")
+        wait_for_steps(tmp_path, 8, process, "verifier")
+        assert steps_done(tmp_path, "solver") <= stalled_at + 1 < 8
+    finally:
+        os.kill(solver, signal.SIGCONT)
+    finish(process)
+    check_run(tmp_path, 8)
 
 
 def test_ctrl_c_saves_what_was_learned(tmp_path: Path) -> None:

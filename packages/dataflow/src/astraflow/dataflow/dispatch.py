@@ -48,11 +48,11 @@ class Dispatch:
         """Up to `most` tasks for a worker, leased at `versions`. `training`: may training tasks be leased;
         `room(running)`: may a new one start."""
         name, served = worker.registration.worker_id, worker.registration.policies
-        alone = not self.workers.others_alive(name, now)
+        others = self.workers.served_by_others(name, now)
         granted: list[RolloutTask] = []
         while len(granted) < most:
             generating = training()
-            task = self.tasks.waiting(name, served, training=generating, alone=alone)
+            task = self.tasks.waiting(name, served, training=generating, others=others)
             if task is None and generating and self._config.sampling.keys() <= set(served):
                 task = self._draw() if room(self.tasks.training) else None
             if task is None:

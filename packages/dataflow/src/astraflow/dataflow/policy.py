@@ -178,7 +178,7 @@ class PolicyStream:
         )
         self._cut[version] = batch
         while len(self._cut) > MAX_UNCOMMITTED:
-            del self._cut[min(self._cut)]
+            del self._cut[min(self._cut.keys() - {version})]
         self._stale_in_a_row = 0
         self._staleness = tuple(version - entry.oldest for entry in entries)
         self._consumed += len(entries)
@@ -191,7 +191,8 @@ class PolicyStream:
         """Should another group start for this policy, `running` being under way?"""
         if self.done or self._failure:
             return False
-        untrained = sum(len(batch.samples) for version, batch in self._cut.items() if version >= self.version)
+        # Batches behind a gap (one was forgotten) do not count: the trainer cannot reach them without new data.
+        untrained = sum(len(self._cut[version].samples) for version in range(self.version, self._next))
         return has_room(
             running=running,
             average=self._yields.value,

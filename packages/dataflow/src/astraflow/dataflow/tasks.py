@@ -7,7 +7,7 @@ up, and what comes for it later is late.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 import msgspec
 
@@ -91,20 +91,24 @@ class TaskBoard:
         else:
             self.training -= 1
 
-    def waiting(self, worker_id: str, policies: Collection[str], *, training: bool, alone: bool) -> OpenTask | None:
+    def waiting(
+        self, worker_id: str, policies: Collection[str], *, training: bool, others: Sequence[frozenset[str]]
+    ) -> OpenTask | None:
         """Take the first task that waits and this worker may run: it serves the task's policies, and it is not the
-        one that just lost it, unless it is `alone`. Retries of training tasks only if `training`."""
+        one that just lost it, unless none of the `others` serves them. Retries of training tasks only if `training`."""
         queues = (self._evaluations, self._retries) if training else (self._evaluations,)
         for queue in queues:
             for _ in range(len(queue)):
                 task = self._open.get(queue[0])
                 if task is None:
                     queue.popleft()
-                elif task.task.sampling.keys() <= set(policies) and (alone or task.last_worker != worker_id):
+                    continue
+                needed = task.task.sampling.keys()
+                spared = task.last_worker == worker_id and any(needed <= served for served in others)
+                if needed <= set(policies) and not spared:
                     queue.popleft()
                     return task
-                else:
-                    queue.rotate(-1)
+                queue.rotate(-1)
         return None
 
     def training_tasks(self) -> Iterator[OpenTask]:

@@ -76,8 +76,10 @@ class Workers:
     def alive(self, worker: Worker, now: float) -> bool:
         return now - worker.heard_at <= self._silence_s
 
-    def others_alive(self, worker_id: str, now: float) -> bool:
-        return any(name != worker_id and self.alive(worker, now) for name, worker in self._workers.items())
+    def served_by_others(self, worker_id: str, now: float) -> list[frozenset[str]]:
+        """What each other live worker serves."""
+        others = (worker for name, worker in self._workers.items() if name != worker_id)
+        return [frozenset(worker.registration.policies) for worker in others if self.alive(worker, now)]
 
     def sweep(self, now: float) -> set[str]:
         """The names of the silent; those silent for very long are forgotten."""

@@ -70,6 +70,10 @@ class EngineError(Exception):
     """A request failed (too long, engine gone); the message says what to do."""
 
 
+class EngineGone(EngineError):
+    """The engine runs no more, and will answer nothing: whoever owns it must make another."""
+
+
 class Engine(Protocol):
     """One policy's sampler. Constructed from an `EngineSpec`; an entry point of the group `astraflow.engines`."""
 
@@ -89,7 +93,8 @@ class Engine(Protocol):
         ...
 
     async def generate(self, request: GenerateRequest, /) -> Generation:
-        """Sample one answer. Cancelling the caller aborts the request. Raises EngineError."""
+        """Sample one answer. Cancelling the caller aborts the request. Raises EngineError (EngineGone for the last
+        time)."""
         ...
 
     def sink(self) -> Sink:

@@ -22,7 +22,7 @@ class Held:
         self.leased_at = leased_at
         self.deadline = deadline
         self.scope = anyio.CancelScope()
-        self.open = set(range(task.n_samples))
+        self.open = set(range(task.n_samples)) - set(task.done)
 
     @property
     def key(self) -> Key:

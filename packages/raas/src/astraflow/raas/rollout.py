@@ -16,7 +16,7 @@ import structlog
 from astraflow.dataflow import RolloutTask, SampleResult, Trajectory, TrajectoryStatus
 
 from .handles import Handle, Policy, Transcript
-from .interface import Outcome, Workflow
+from .interface import EngineGone, Outcome, Workflow
 from .registry import listed, nearest
 
 log = structlog.get_logger(__name__)
@@ -50,6 +50,9 @@ async def run_sample(
     An exception of the workflow (its rewards and metrics included: NaN is one) gives the status "failed" with type,
     message and place in `error`; its traceback is logged. With `reraise` it is raised instead, with notes that name the
     task, the sample and the policy. Cancelling the caller cancels the rollout and its generations.
+
+    Raises:
+        EngineGone: an engine died; that is not this sample's failure.
     """
     transcript = Transcript()
     handles = {
@@ -60,8 +63,10 @@ async def run_sample(
     with anyio.CancelScope(deadline=deadline) as scope:
         try:
             workflow = find_workflow(workflows, task.workflow)
-            outcome = await workflow(task, handles)
+            outcome = await outcome_of(workflow, task, handles)
             return completed(outcome, handles, transcript)
+        except EngineGone:
+            raise
         except Exception as error:
             error.add_note(f"task {task.task_id!r}, sample {index}, attempt {task.attempt}, workflow {task.workflow!r}")
             if reraise:
@@ -72,6 +77,20 @@ async def run_sample(
             return failed
     assert scope.cancelled_caught
     return unfinished("timed_out", f"task {task.task_id!r} sample {index}: not done in time", transcript)
+
+
+async def outcome_of(workflow: Workflow, task: RolloutTask, handles: Mapping[str, Handle]) -> Outcome:
+    """What the workflow says.
+
+    Raises:
+        RuntimeError: it waited for something that was cancelled, while nobody cancelled the rollout.
+    """
+    try:
+        return await workflow(task, handles)
+    except anyio.get_cancelled_exc_class() as error:
+        if anyio.current_effective_deadline() == -math.inf:
+            raise
+        raise RuntimeError("the workflow waited for something that was cancelled") from error
 
 
 def find_workflow(workflows: Mapping[str, Workflow], name: str) -> Workflow:

@@ -60,6 +60,11 @@ class PolicyWeights:
             self.wanted.version,
         )
 
+    def serves(self, version: int) -> bool:
+        """Is the engine at `version` or newer? What it has from a trainer that was replaced does not count."""
+        abandoned = self.wanted is not None and self.sink.state().incarnation < self.wanted.incarnation
+        return self.engine.version >= version and not abandoned
+
     def want(self, version: PolicyVersion) -> None:
         if version != self.wanted:
             self.wanted = version
@@ -133,10 +138,8 @@ class WeightWatcher:
 
     async def at_least(self, versions: Mapping[str, int]) -> None:
         """Wait until the engines serve these versions or newer ones; other workers' policies are not waited for."""
-        served = [
-            (self._policies[name].engine, version) for name, version in versions.items() if name in self._policies
-        ]
-        while any(engine.version < version for engine, version in served):
+        wanted = [(self._policies[name], version) for name, version in versions.items() if name in self._policies]
+        while not all(policy.serves(version) for policy, version in wanted):
             await self._updated.wait()
 
     async def initial(self) -> None:

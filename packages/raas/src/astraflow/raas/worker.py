@@ -133,7 +133,7 @@ class Worker:
         """Work until the dataflow says the run is finished, or `drain` was called.
 
         Raises:
-            EngineError: an engine did not start.
+            EngineError: an engine did not start, or died (EngineGone).
             WorkerFailed: nothing but failed samples.
             Unavailable, TimeoutError: the dataflow was away for longer than the patience.
             Exception: with `reraise`, what a workflow raised.
@@ -219,12 +219,13 @@ class Worker:
 
     async def _run_task(self, held: Held) -> None:
         with held.scope:
+            wanted = sorted(held.open)
             if self._config.one_at_a_time:
-                for index in range(held.task.n_samples):
+                for index in wanted:
                     await self._run_sample(held, index)
                 return
             async with anyio.create_task_group() as samples:
-                for index in range(held.task.n_samples):
+                for index in wanted:
                     samples.start_soon(self._run_sample, held, index)
 
     async def _run_sample(self, held: Held, index: int) -> None:

@@ -11,7 +11,7 @@ import msgspec
 from astraflow.dataflow import EvalSuite, ListSource, PromptSource, Sampling
 from astraflow.trainer import LossConfig, TrainerConfig
 
-from .config import EvalConfig, PolicyConfig, RolloutConfig, RunConfig
+from .config import PolicyConfig, RolloutConfig, RunConfig
 from .math_tasks import MathTask, held_out_prompts, train_prompts, with_claims
 from .recipe import Headline, Recipe
 
@@ -62,30 +62,34 @@ HEADLINES = (
     Headline(title="solver, other wording, lenient", suite="reworded", metric="solver_lenient"),
     Headline(title="solver + verifier", suite="team", metric="final_correct"),
     Headline(title="verifier, balanced claims", suite="verifier", metric="verifier_correct"),
+    Headline(title="verifier, lenient parser", suite="verifier", metric="verifier_lenient"),
 )
 
 LAPTOP = MathConfig(
-    policies={"solver": PolicyConfig(), "verifier": PolicyConfig()},
-    trainer=TrainerConfig(lr=2e-5, loss=LossConfig(name="m2po", kl=0.001)),
+    steps=16,
+    policies={
+        "solver": PolicyConfig(batch_size=96, max_new_tokens=4),
+        "verifier": PolicyConfig(batch_size=48, max_new_tokens=4),
+    },
+    trainer=TrainerConfig(lr=1e-5, loss=LossConfig(name="m2po", kl=0.001)),
 )
 
 TINY = MathConfig(
-    steps=30,
+    steps=10,
     policies={
-        "solver": PolicyConfig(model="package:tiny", batch_size=128, max_new_tokens=6),
-        "verifier": PolicyConfig(model="package:tiny", batch_size=128, max_new_tokens=6),
+        "solver": PolicyConfig(model="package:tiny", batch_size=128, max_new_tokens=4),
+        "verifier": PolicyConfig(model="package:tiny", batch_size=128, max_new_tokens=4),
     },
     rollout=RolloutConfig(max_context=96, max_running=64, capacity=64),
-    trainer=TrainerConfig(lr=3e-4, loss=LossConfig(name="m2po", kl=0.0), checkpoint_every=10),
-    eval=EvalConfig(problems=300),
+    trainer=TrainerConfig(lr=3e-4, loss=LossConfig(name="m2po", kl=0.001), checkpoint_every=5),
     task=MathTask(digits=(2, 2), reversed_digits=True),
 )
 
 GPU = MathConfig(
     steps=100,
     policies={
-        "solver": PolicyConfig(batch_size=256, max_new_tokens=16),
-        "verifier": PolicyConfig(batch_size=256, max_new_tokens=16),
+        "solver": PolicyConfig(batch_size=256, max_new_tokens=4),
+        "verifier": PolicyConfig(batch_size=256, max_new_tokens=4),
     },
     rollout=RolloutConfig(capacity=256, max_running=256),
     trainer=TrainerConfig(lr=2e-5, micro_tokens=16384, loss=LossConfig(name="m2po", kl=0.001)),
@@ -109,5 +113,5 @@ RECIPE: Recipe[MathConfig] = Recipe(
     },
     suites=("solver", "reworded", "team", "verifier"),
     headlines=HEADLINES,
-    view_metrics=("solver_correct", "final_correct", "verifier_correct"),
+    view_metrics=("solver_correct", "final_correct", "claim_correct"),
 )

@@ -1,7 +1,8 @@
 """One service of a run in this process, over the network interface: what --split starts and `recipes serve` types.
 
 Invariant: a service takes everything from the run directory's configuration, so all services of a run agree; it leaves
-by itself when the dataflow says the run is finished, and drains on SIGTERM.
+by itself when the dataflow says the run is finished, and drains on SIGTERM. A trainer or dataflow that was made to
+leave before that fails, so that a supervisor knows it is still needed.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import anyio.to_thread
 
 from astraflow.dataflow import Control, DataflowService, Empty
 from astraflow.raas import Worker
-from astraflow.rpc import connect, serve
+from astraflow.rpc import Server, connect, serve
 from astraflow.weightsync import DirectoryStore
 
 from .config import AnyRun, ConfigError
@@ -34,20 +35,35 @@ JOIN_S = 60.0
 """How long a service looks for the dataflow before it gives up."""
 
 LINGER_S = 20.0
+"""How long a finished dataflow waits for somebody to come back, once nobody is connected."""
+
+LOOK_S = 1.0
 LAG_EVERY_S = 10.0
 
 
+class Terminated(Exception):
+    """A signal ended a service before the run was finished."""
+
+
 async def serve_dataflow(recipe: Recipe[AnyRun], config: AnyRun, run: RunDirectory, listen: str) -> None:
-    """Serve the dataflow at `listen` until SIGTERM, or until everybody had time to hear that the run is finished."""
+    """Serve the dataflow at `listen` until the run is finished and everybody has left, or until SIGTERM.
+
+    Raises:
+        Terminated: SIGTERM came before the run was finished; all were told that it is.
+    """
     with RunWriter(run).running() as writer:
         dataflow = await build_dataflow(recipe, config, writer)
+        early = False
         async with serve(dataflow, DataflowService, listen) as server, anyio.create_task_group() as tasks:
             print(f"dataflow at {server.address}", flush=True)
             tasks.start_soon(record_lag, writer)
-            tasks.start_soon(leave_when_finished, dataflow, tasks.cancel_scope)
+            tasks.start_soon(leave_when_finished, dataflow, server, tasks.cancel_scope)
             await terminated()
+            early = (await dataflow.status(Empty())).phase != "finished"
             await dataflow.control(Control(phase="finished"))
             tasks.cancel_scope.cancel()
+    if early:
+        raise Terminated("the dataflow was made to leave before the run was finished")
 
 
 async def record_lag(writer: RunWriter) -> None:
@@ -60,13 +76,14 @@ async def record_lag(writer: RunWriter) -> None:
             writer.metrics("loop", p50_ms=lag.p50_ms, p99_ms=lag.p99_ms, max_ms=lag.max_ms, probes=lag.probes)
 
 
-async def leave_when_finished(dataflow: DataflowService, scope: anyio.CancelScope) -> None:
-    while True:
+async def leave_when_finished(dataflow: DataflowService, server: Server, scope: anyio.CancelScope) -> None:
+    """Cancel `scope` when the run is finished and nobody was connected for `LINGER_S`: trainers may save for long."""
+    alone_since = anyio.current_time()
+    while anyio.current_time() - alone_since < LINGER_S:
+        await anyio.sleep(LOOK_S)
         status = await dataflow.status(Empty())
-        if status.phase == "finished":
-            break
-        await anyio.sleep(1.0)
-    await anyio.sleep(LINGER_S)
+        if status.phase != "finished" or server.connections:
+            alone_since = anyio.current_time()
     scope.cancel()
 
 
@@ -89,7 +106,11 @@ async def drain_on_signal(worker: Worker) -> None:
 
 
 async def serve_trainer(recipe: Recipe[AnyRun], config: AnyRun, run: RunDirectory, join: str, policy: str) -> None:
-    """Train one policy for the dataflow at `join` until its steps are done; SIGTERM saves a checkpoint and leaves."""
+    """Train one policy for the dataflow at `join` until its steps are done; SIGTERM saves a checkpoint and leaves.
+
+    Raises:
+        Terminated: SIGTERM came before the run was finished.
+    """
     from astraflow.trainer import train
 
     if policy not in config.policies:
@@ -103,6 +124,8 @@ async def serve_trainer(recipe: Recipe[AnyRun], config: AnyRun, run: RunDirector
         tasks.start_soon(cancel_on_signal, tasks.cancel_scope)
         await train(spec, config.trainer, dataflow, store, export=run.policy(policy))
         tasks.cancel_scope.cancel()
+        return
+    raise Terminated(f"the trainer of {policy} was made to leave before the run was finished; it saved a checkpoint")
 
 
 async def cancel_on_signal(scope: anyio.CancelScope) -> None:

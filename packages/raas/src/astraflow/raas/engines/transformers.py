@@ -24,7 +24,7 @@ import anyio
 import anyio.to_thread
 import structlog
 
-from astraflow.raas.interface import EngineError, EngineSpec, EngineStats, GenerateRequest, Generation
+from astraflow.raas.interface import EngineError, EngineGone, EngineSpec, EngineStats, GenerateRequest, Generation
 from astraflow.weightsync import Sink, TensorSink
 
 if TYPE_CHECKING:
@@ -183,8 +183,8 @@ class TransformersEngine:
                 raise self._gone()
             self._inbox.put(item)
 
-    def _gone(self) -> EngineError:
-        error = EngineError(f"engine {self._spec.model_id} does not run: {self._closed or 'it was closed'}")
+    def _gone(self) -> EngineGone:
+        error = EngineGone(f"engine {self._spec.model_id} does not run: {self._closed or 'it was closed'}")
         error.__cause__ = self._cause
         return error
 
