@@ -325,3 +325,15 @@ async def test_a_lost_task_returns_to_its_worker_if_no_other_can_run_it(kit: Any
     await dataflow.heartbeat(Heartbeat(worker_id="other"))
     (again,) = await kit.lease(dataflow)
     assert (again.task_id, again.attempt) == (task.task_id, 1)
+
+
+async def test_what_a_worker_that_leaves_still_holds_goes_to_others_at_once(kit: Any) -> None:
+    dataflow = kit.dataflow()
+    await kit.start(dataflow, "w0", "w1")
+    (task,) = await kit.lease(dataflow)
+    await dataflow.heartbeat(Heartbeat(worker_id="w0", leaving=True))
+    (again,) = await kit.lease(dataflow, worker="w1")
+    assert (again.task_id, again.attempt) == (task.task_id, 1)
+    assert {w.worker_id: w.alive for w in (await dataflow.status(Empty())).workers} == {"w0": False, "w1": True}
+    await kit.start(dataflow, "w0")
+    assert all(w.alive for w in (await dataflow.status(Empty())).workers)

@@ -84,6 +84,15 @@ def test_a_torn_last_line_is_ended(tmp_path: Path) -> None:
     assert file.read_bytes() == b'{"a": 1}\n{"b"\n{"c": 3}\n'
 
 
+def test_a_disk_that_fails_stops_neither_the_run_nor_its_end(tmp_path: Path) -> None:
+    run = RunDirectory.create(msgspec.structs.replace(TINY, out=str(tmp_path)), "r")
+    run.trajectories_file.symlink_to("/dev/full")
+    with RunWriter(run).running() as writer:
+        for _ in range(2000):
+            writer.on_group(group())
+    assert writer.dropped > 0
+
+
 def test_an_atomic_write_replaces_whole(tmp_path: Path) -> None:
     file = tmp_path / "s.json"
     write_atomic(file, b"one")

@@ -24,6 +24,7 @@ from astraflow.dataflow import (
     Sampling,
 )
 from astraflow.recipes import serve as services
+from astraflow.recipes.rundir import RunDirectory
 from astraflow.rpc import connect, serve
 
 
@@ -76,7 +77,7 @@ async def test_a_trainer_that_is_told_to_leave_early_fails_so_that_it_is_started
     monkeypatch.setattr(services, "policy_spec", lambda *_: None)
     config: Any = SimpleNamespace(policies={"solver": None}, device="cpu", trainer=None)
     recipe: Any = None
-    run = services.RunDirectory(tmp_path)
+    run = RunDirectory(tmp_path)
 
     async def send_signal() -> None:
         await begun.wait()

@@ -257,11 +257,13 @@ class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
-    """`tasks` are the task ids the worker still runs: their leases stay alive."""
+    """`tasks` are the task ids the worker still runs: their leases stay alive. `leaving`: the last word of a worker
+    that goes; what it holds goes to others at once."""
 
     worker_id: str
     tasks: tuple[str, ...] = ()
     stats: WorkerStats = WorkerStats()
+    leaving: bool = False
 
 
 class HeartbeatReply(msgspec.Struct, frozen=True, kw_only=True):

@@ -167,6 +167,9 @@ class Dataflow:
         if worker is None:
             return HeartbeatReply(known=False, cancel=request.tasks, finished=self._phase == "finished")
         worker.take(request.stats)
+        if request.leaving:
+            worker.left = True
+            self._lose(self._leases.of(request.worker_id), now)
         self._leases.name(request.worker_id, request.tasks, now)
         self._lose(self._leases.unnamed(request.worker_id, now - self._config.worker_silence_s / 2), now)
         unwanted = tuple(t for t in request.tasks if self._leases.holder(t) != request.worker_id)

@@ -1,6 +1,7 @@
 """The rollout workers: who they are, when they were heard of last, what they say they do.
 
-Invariant: a worker is alive iff it was heard of within the silence limit; one silent for much longer is forgotten.
+Invariant: a worker is alive iff it was heard of within the silence limit and did not say that it leaves; one silent for
+much longer is forgotten.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ class Worker:
     def __init__(self, registration: Registration, now: float) -> None:
         self.registration = registration
         self.heard_at = now
+        self.left = False
         self.stats = WorkerStats()
         self._full_bytes = 0
         self._delta_bytes = 0
@@ -61,6 +63,7 @@ class Workers:
         known = self.hear(registration.worker_id, now)
         if known is not None and known.registration.pid == registration.pid:
             known.registration = registration
+            known.left = False
             return False
         self._workers[registration.worker_id] = Worker(registration, now)
         self.heard_at = now
@@ -74,7 +77,7 @@ class Workers:
         return worker
 
     def alive(self, worker: Worker, now: float) -> bool:
-        return now - worker.heard_at <= self._silence_s
+        return not worker.left and now - worker.heard_at <= self._silence_s
 
     def served_by_others(self, worker_id: str, now: float) -> list[frozenset[str]]:
         """What each other live worker serves."""

@@ -43,6 +43,9 @@ from .weights import WeightWatcher
 LEASE_S = 5.0
 CALL_TIMEOUT_S = 20.0
 CLOSE_S = 30.0
+FLUSH_S = 5.0
+"""How long a worker that leaves tries to hand over its last results: the dataflow may have gone for good."""
+
 FAREWELL_S = 2.0
 NEXT_LEASE_S = 0.02
 """Between two leases, in case the dataflow answers at once without tasks."""
@@ -174,7 +177,7 @@ class Worker:
                 drain_s = 0.0 if self._finished else self._config.drain_s
                 rollouts.cancel_scope.deadline = anyio.current_time() + drain_s
             if not self._finished:
-                with anyio.move_on_after(max(FAREWELL_S, self._config.drain_s)):
+                with anyio.move_on_after(FLUSH_S):
                     await self._outbox.flushed()
             services.cancel_scope.cancel()
         await self._farewell()
@@ -295,23 +298,26 @@ class Worker:
             if reply.finished:
                 self._finish()
 
-    async def _beat(self) -> HeartbeatReply:
+    async def _beat(self, leaving: bool = False) -> HeartbeatReply:
         totals = self._totals()
         reply = await self._dataflow.heartbeat(
             Heartbeat(
-                worker_id=self._config.worker_id, tasks=self._ledger.task_ids(), stats=since(self._reported, totals)
+                worker_id=self._config.worker_id,
+                tasks=self._ledger.task_ids(),
+                stats=since(self._reported, totals),
+                leaving=leaving,
             )
         )
         self._reported = totals
         return reply
 
     async def _farewell(self) -> None:
-        """Tell the dataflow that nothing runs here any more, so that what was dropped goes to others soon."""
+        """Tell the dataflow that nothing runs here any more, so that what was dropped goes to others at once."""
         for task_id in self._ledger.task_ids():
             self._ledger.drop(task_id)
         with anyio.move_on_after(FAREWELL_S):
             try:
-                await self._beat()
+                await self._beat(leaving=True)
             except Unavailable:
                 log.info("left_without_farewell", worker_id=self._config.worker_id)
 

@@ -75,7 +75,6 @@ class Driver:
         """
         began = anyio.current_time()
         await self._until_published()
-        self.published.set()
         before = await self._evaluate("before")
         train_began = anyio.current_time()
         self.stage = "training"
@@ -114,11 +113,12 @@ class Driver:
             await self._stopping.wait()
 
     async def _until_published(self) -> None:
-        """Every policy has weights that workers can pull."""
+        """Return when every policy has weights that workers can pull, or on `stop`."""
         self.stage = "loading models"
         while not self._stopping.is_set():
             policies: Policies = await self._dataflow.watch(WatchRequest(wait_s=0.0))
             if {v.model_id for v in policies.versions} >= set(self._policies):
+                self.published.set()
                 return
             await self._status()
             await self._pause()

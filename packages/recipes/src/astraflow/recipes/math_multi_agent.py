@@ -69,7 +69,7 @@ LAPTOP = MathConfig(
     steps=16,
     policies={
         "solver": PolicyConfig(batch_size=96, max_new_tokens=4),
-        "verifier": PolicyConfig(batch_size=48, max_new_tokens=4),
+        "verifier": PolicyConfig(batch_size=96, max_new_tokens=4),
     },
     trainer=TrainerConfig(lr=1e-5, loss=LossConfig(name="m2po", kl=0.001)),
 )

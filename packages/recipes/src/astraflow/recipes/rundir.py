@@ -16,12 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import structlog
 
 from astraflow.dataflow import RolloutGroup, StepReport
 
 from .config import ConfigError, RunConfig, to_toml
 
 QUEUE_LIMIT = 10_000
+
+log = structlog.get_logger("astraflow.recipes")
 
 
 class RunDirectory:
@@ -173,6 +176,14 @@ class RunWriter:
             thread.join()
 
     def _write(self) -> None:
+        try:
+            self._write_lines()
+        except OSError as error:  # a full disk must not stop the run: go on without these files, and say so
+            log.error("metrics and trajectories are no longer written", run=str(self._run.path), cause=str(error))
+            while self._queue.get() is not None:
+                self.dropped += 1
+
+    def _write_lines(self) -> None:
         encoder = msgspec.json.Encoder()
         with append_lines(self._run.metrics_file) as metrics, append_lines(self._run.trajectories_file) as trajectories:
             while (item := self._queue.get()) is not None:
