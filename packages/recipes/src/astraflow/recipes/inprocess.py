@@ -70,6 +70,9 @@ async def run_services(
         worker = await build_worker(recipe, config, dataflow, models, "worker-0", device)
         await worker.run()
 
+    async def show() -> None:
+        await watch(dataflow, lambda: driver.stage, config.steps, recipe.view_metrics, console, debug=config.debug)
+
     try:
         async with anyio.create_task_group() as services:
             if not config.debug:
@@ -77,7 +80,7 @@ async def run_services(
             for name in models:
                 services.start_soon(run_trainer, name)
             services.start_soon(run_worker)
-            services.start_soon(watch, dataflow, lambda: driver.stage, config.steps, recipe.view_metrics, console)
+            services.start_soon(show)
             result = await driver.run(trained.wait)
             services.cancel_scope.cancel()
     finally:

@@ -114,16 +114,29 @@ def plain(status: Status, stage: str, steps: int, view_metrics: tuple[str, ...])
 
 
 async def watch(
-    dataflow: DataflowService, stage: Callable[[], str], steps: int, view_metrics: tuple[str, ...], console: Console
+    dataflow: DataflowService,
+    stage: Callable[[], str],
+    steps: int,
+    view_metrics: tuple[str, ...],
+    console: Console,
+    *,
+    debug: bool = False,
 ) -> None:
-    """Show the run until cancelled: live on a terminal, else a line every `LINE_S` seconds."""
-    if not console.is_terminal:
-        while True:
-            status = await dataflow.status(Empty())
+    """Show the run until cancelled: live on a terminal, else a line every `LINE_S` seconds.
+
+    With `debug` a line whenever a stage or version changed and nothing else, so that a debugger has the terminal.
+    """
+    if console.is_terminal and not debug:
+        with Live(console=console, auto_refresh=False, transient=True) as live:
+            while True:
+                status = await dataflow.status(Empty())
+                live.update(screen(status, stage(), steps, view_metrics), refresh=True)
+                await anyio.sleep(REFRESH_S)
+    seen: object = None
+    while True:
+        status = await dataflow.status(Empty())
+        progress = (stage(), [p.version for p in status.policies])
+        if not debug or progress != seen:
             console.print(plain(status, stage(), steps, view_metrics), highlight=False, soft_wrap=True, markup=False)
-            await anyio.sleep(LINE_S)
-    with Live(console=console, auto_refresh=False, transient=True) as live:
-        while True:
-            status = await dataflow.status(Empty())
-            live.update(screen(status, stage(), steps, view_metrics), refresh=True)
-            await anyio.sleep(REFRESH_S)
+        seen = progress
+        await anyio.sleep(REFRESH_S if debug else LINE_S)
