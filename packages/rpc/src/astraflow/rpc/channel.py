@@ -39,8 +39,9 @@ class Channel(asyncio.BufferedProtocol):
     """Frames over a transport.
 
     `on_frame` is called with each frame, and may raise ProtocolError to refuse the peer. `closing` is set once no
-    more frames are sent or handled, `lost` when the transport is gone; `reason` then says why. `on_made` is called
-    when the transport is there, `on_closing` once when `closing` is set.
+    more frames are sent or handled, `lost` when the transport is gone; `reason` then says why. While `writable` is
+    false a message must wait in `ready()`. `on_made` is called when the transport is there, `on_closing` once when
+    `closing` is set.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Channel(asyncio.BufferedProtocol):
     ) -> None:
         self.reader = FrameReader(HANDSHAKE_LIMIT)
         self.send_limit = HANDSHAKE_LIMIT
+        self.writable = True
         self.closing = asyncio.Event()
         self.lost = asyncio.Event()
         self.reason = ""
@@ -59,8 +61,7 @@ class Channel(asyncio.BufferedProtocol):
         self._on_closing = on_closing
         self._on_made = on_made
         self._transport: asyncio.Transport | None = None
-        self._writable = asyncio.Event()
-        self._writable.set()
+        self._resumed = asyncio.Event()
         self._heard = False
 
     # --- asyncio's side ------------------------------------------------------------------------------------------
@@ -91,20 +92,22 @@ class Channel(asyncio.BufferedProtocol):
         self.reason = self.reason or "the peer closed the connection"
 
     def pause_writing(self) -> None:
-        self._writable.clear()
+        self.writable = False
+        self._resumed.clear()
 
     def resume_writing(self) -> None:
-        self._writable.set()
+        self.writable = True
+        self._resumed.set()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._begin_closing(str(exc) if exc else "the connection was closed")
         self.lost.set()
-        self._writable.set()
+        self.resume_writing()
 
     def _handle(self, header: Header, payload: Payload) -> None:
         match header:
             case Ping():
-                if self._writable.is_set():
+                if self.writable:
                     self.send(Pong())
             case Pong():
                 pass
@@ -118,8 +121,8 @@ class Channel(asyncio.BufferedProtocol):
 
     async def ready(self) -> None:
         """Wait until a message may be written. Raises Unavailable if the connection is or goes down."""
-        while not self._writable.is_set():
-            await self._writable.wait()
+        while not self.writable:
+            await self._resumed.wait()
         if self.closing.is_set():
             raise Unavailable(self.reason)
 
@@ -180,7 +183,7 @@ class Channel(asyncio.BufferedProtocol):
                 return
             else:
                 silent += 1
-                if self._writable.is_set():
+                if self.writable:
                     self.send(Ping())
             self._heard, unsent = False, self._backlog()
 

@@ -7,9 +7,10 @@ connection is lost. A call whose caller has gone keeps its id until the server's
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Mapping
-from typing import NoReturn
+from typing import TypeVar
 
 import anyio
 import msgspec
@@ -37,16 +38,75 @@ REFUSALS: Mapping[str, type[RpcError]] = {
     "FrameTooLarge": FrameTooLarge,
 }
 
+AnyCall = TypeVar("AnyCall", bound="Outgoing")
+
 
 class Outgoing:
-    """A call in flight, as its caller waits on it."""
+    """A call in flight, as its owner sees it."""
 
     def __init__(self, connection: Connection, call_id: int, method: Method) -> None:
         self.id = call_id
         self.method = method
         self.abandoned = False
-        self.buffered = 0
         self._connection = connection
+
+    def push(self, header: Header, payload: Payload) -> None:
+        """A frame for this call came."""
+        raise NotImplementedError
+
+    def lose(self) -> None:
+        """The connection was lost, no further frame will come."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """The owner goes. If the call has not ended, the server is told to cancel it."""
+        if not self.abandoned and self.id in self._connection.calls:
+            self.abandoned = True
+            self._connection.channel.send(frames.Cancel(self.id))
+
+
+class UnaryCall(Outgoing):
+    """A call with one answer."""
+
+    def __init__(self, connection: Connection, call_id: int, method: Method) -> None:
+        super().__init__(connection, call_id, method)
+        self._answer: asyncio.Future[Payload] = asyncio.get_running_loop().create_future()
+
+    def push(self, header: Header, payload: Payload) -> None:
+        if isinstance(header, frames.Failure):
+            self._fail(self._connection.failure(self.method, payload))
+        elif not self._answer.done():
+            self._answer.set_result(payload)
+
+    def lose(self) -> None:
+        self._fail(self._connection.lost(self.method))
+
+    def _fail(self, error: Exception) -> None:
+        if not self._answer.done():
+            self._answer.set_exception(error)
+
+    async def answer(self) -> Payload:
+        """Raises Unavailable if the connection is lost before it came, or what a Failure says."""
+        return await self._answer
+
+    async def answer_until(self, limit: float) -> Payload:
+        """As answer(), and raises DeadlineExceeded at `limit`, on the loop's clock."""
+        timer = asyncio.get_running_loop().call_at(limit, self._expire)
+        try:
+            return await self._answer
+        finally:
+            timer.cancel()
+
+    def _expire(self) -> None:
+        self._fail(DeadlineExceeded(f"{self.method.name} was not answered in time"))
+
+
+class StreamCall(Outgoing):
+    """A call answered by items, of which a window may wait here, and an end."""
+
+    def __init__(self, connection: Connection, call_id: int, method: Method) -> None:
+        super().__init__(connection, call_id, method)
+        self.buffered = 0
         self._frames: deque[tuple[Header, Payload]] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._consumed = 0
@@ -58,19 +118,22 @@ class Outgoing:
             raise ProtocolError(f"the server sent more of {self.method.name} than it was given credit for")
         self.buffered += frames.cost(payload)
         self._frames.append((header, payload))
-        self.wake()
+        self._wake()
 
-    def wake(self) -> None:
+    def lose(self) -> None:
+        self._wake()
+
+    def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     async def next(self) -> tuple[Header, Payload]:
         """The next frame. Raises Unavailable if the connection is lost before it came, or what a Failure says."""
-        if self._frames and self.method.stream:
+        if self._frames:
             await asyncio.sleep(0)  # a reader of buffered items must not hold the loop
         while not self._frames:
             if self._connection.channel.closing.is_set():
-                self._connection.raise_lost(self.method)
+                raise self._connection.lost(self.method)
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         header, payload = self._frames.popleft()
@@ -87,11 +150,8 @@ class Outgoing:
             self._consumed = 0
 
     def close(self) -> None:
-        """The caller goes. If the call has not ended, the server is told to cancel it."""
         self._frames.clear()
-        if not self.abandoned and self.id in self._connection.calls:
-            self.abandoned = True
-            self._connection.channel.send(frames.Cancel(self.id))
+        super().close()
 
 
 class Connection:
@@ -136,29 +196,50 @@ class Connection:
         finally:
             await self.channel.aclose("the client closed")
 
-    async def begin(self, method: Method, body: bytes, deadline: float) -> Outgoing:
-        """Send a call; its owner must `close()` it.
+    @property
+    def roomy(self) -> bool:
+        """Whether a call would begin at once."""
+        roomy = self._slots is not None and self._slots.value > 0
+        return roomy and self.channel.writable and not self.retired.is_set()
+
+    async def unary(self, method: Method, body: bytes, deadline: float) -> UnaryCall:
+        """Send a call, when there is room for it; its owner must `close()` it.
 
         Raises:
             Unavailable: it was not sent.
             DeadlineExceeded: the deadline (anyio's clock) passed before it could be sent.
             FrameTooLarge: it was not sent.
         """
-        assert self._slots is not None, "begin() comes after handshake()"
-        await self._slots.acquire()
+        call_id = await self._send(method, body, deadline)
+        return self._begun(UnaryCall(self, call_id, method), body)
+
+    async def stream(self, method: Method, body: bytes) -> StreamCall:
+        """As unary(), for a stream, which has no deadline."""
+        call_id = await self._send(method, body, math.inf)
+        return self._begun(StreamCall(self, call_id, method), body)
+
+    async def _send(self, method: Method, body: bytes, deadline: float) -> int:
+        assert self._slots is not None, "calls come after handshake()"
+        try:
+            self._slots.acquire_nowait()
+        except anyio.WouldBlock:
+            await self._slots.acquire()
         try:
             await self.channel.ready()
             timeout = deadline - asyncio.get_running_loop().time()
             if timeout <= 0:
                 raise DeadlineExceeded(f"{self._description.name}.{method.name}: no time was left to begin the call")
             self._last_id += 1
-            header = frames.Call(self._last_id, method.name, None if timeout == float("inf") else timeout)
+            header = frames.Call(self._last_id, method.name, None if timeout == math.inf else timeout)
             self.channel.send(header, body)
         except BaseException:
             self._slots.release()
             raise
-        call = self.calls[header.id] = Outgoing(self, header.id, method)
-        stats = self._stats[method.name]
+        return self._last_id
+
+    def _begun(self, call: AnyCall, body: bytes) -> AnyCall:
+        self.calls[call.id] = call
+        stats = self._stats[call.method.name]
         stats.calls += 1
         stats.in_flight += 1
         stats.bytes_sent += len(body)
@@ -174,8 +255,8 @@ class Connection:
             self.retired.set()
         return error_of(body, self._description, method.name)
 
-    def raise_lost(self, method: Method) -> NoReturn:
-        raise Unavailable(f"{self._description.name}.{method.name}: {self.channel.reason}")
+    def lost(self, method: Method) -> Unavailable:
+        return Unavailable(f"{self._description.name}.{method.name}: {self.channel.reason}")
 
     def _on_closing(self) -> None:
         self.retired.set()
@@ -183,7 +264,7 @@ class Connection:
             self._welcome.set_result(None)
         for call in list(self.calls.values()):
             self._forget(call, failed=True)
-            call.wake()
+            call.lose()
 
     def _forget(self, call: Outgoing, failed: bool) -> None:
         del self.calls[call.id]
