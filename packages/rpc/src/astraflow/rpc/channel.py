@@ -31,6 +31,7 @@ JOIN_BELOW = 1 << 16
 CLOSE_TIMEOUT = 1.0
 SILENT_INTERVALS = 2
 MAX_REASON = 4096
+CONTROL = (Ping, Pong, Refusal)
 
 log = structlog.get_logger(__name__)
 
@@ -80,7 +81,10 @@ class Channel(asyncio.BufferedProtocol):
             return
         try:
             for header, payload in self.reader.advance(nbytes):
-                self._handle(header, payload)
+                if isinstance(header, CONTROL):
+                    self._control(header)
+                else:
+                    self._on_frame(header, payload)
                 if self.closing.is_set():
                     return
         except ProtocolError as error:
@@ -104,18 +108,12 @@ class Channel(asyncio.BufferedProtocol):
         self.lost.set()
         self.resume_writing()
 
-    def _handle(self, header: Header, payload: Payload) -> None:
-        match header:
-            case Ping():
-                if self.writable:
-                    self.send(Pong())
-            case Pong():
-                pass
-            case Refusal():
-                self.refusal = header
-                self.close(f"refused by the peer: {header.message}")
-            case _:
-                self._on_frame(header, payload)
+    def _control(self, header: Ping | Pong | Refusal) -> None:
+        if isinstance(header, Refusal):
+            self.refusal = header
+            self.close(f"refused by the peer: {header.message}")
+        elif isinstance(header, Ping) and self.writable:
+            self.send(Pong())
 
     # --- our side ------------------------------------------------------------------------------------------------
 

@@ -160,8 +160,8 @@ class Client:
                     await anyio.sleep(max(0.0, deadline - anyio.current_time()) + OWNER_FIRST)
                 raise
         connection = self._connection
-        if connection is not None and connection.roomy:  # only the answer is to be waited for
-            call = await connection.unary(method, body, limit)
+        if connection is not None and connection.claim():  # only the answer is to be waited for
+            call = connection.unary(method, body, limit)
             try:
                 return decode_response(method, await call.answer_until(limit))
             except DeadlineExceeded:
@@ -179,7 +179,8 @@ class Client:
         while True:
             connection = await self._usable(wait=method.idempotent)
             try:
-                call = await connection.unary(method, body, deadline)
+                await connection.place()
+                call = connection.unary(method, body, deadline)
                 try:
                     return decode_response(method, await call.answer())
                 finally:
@@ -212,7 +213,8 @@ class Client:
             while True:
                 connection = await self._usable(wait=method.idempotent)
                 try:
-                    return await connection.stream(method, body)
+                    await connection.place()
+                    return connection.stream(method, body)
                 except Unavailable:
                     if not method.idempotent or self._closed:
                         raise

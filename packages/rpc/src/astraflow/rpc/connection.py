@@ -44,6 +44,8 @@ AnyCall = TypeVar("AnyCall", bound="Outgoing")
 class Outgoing:
     """A call in flight, as its owner sees it."""
 
+    __slots__ = ("_connection", "abandoned", "id", "method")
+
     def __init__(self, connection: Connection, call_id: int, method: Method) -> None:
         self.id = call_id
         self.method = method
@@ -67,6 +69,8 @@ class Outgoing:
 
 class UnaryCall(Outgoing):
     """A call with one answer."""
+
+    __slots__ = ("_answer",)
 
     def __init__(self, connection: Connection, call_id: int, method: Method) -> None:
         super().__init__(connection, call_id, method)
@@ -196,46 +200,54 @@ class Connection:
         finally:
             await self.channel.aclose("the client closed")
 
-    @property
-    def roomy(self) -> bool:
-        """Whether a call would begin at once."""
-        roomy = self._slots is not None and self._slots.value > 0
-        return roomy and self.channel.writable and not self.retired.is_set()
+    def claim(self) -> bool:
+        """Take a place for a call, if there is one without waiting."""
+        slots = self._slots
+        if slots is None or slots.value == 0 or not self.channel.writable or self.retired.is_set():
+            return False
+        slots.acquire_nowait()
+        return True
 
-    async def unary(self, method: Method, body: bytes, deadline: float) -> UnaryCall:
-        """Send a call, when there is room for it; its owner must `close()` it.
-
-        Raises:
-            Unavailable: it was not sent.
-            DeadlineExceeded: the deadline (anyio's clock) passed before it could be sent.
-            FrameTooLarge: it was not sent.
-        """
-        call_id = await self._send(method, body, deadline)
-        return self._begun(UnaryCall(self, call_id, method), body)
-
-    async def stream(self, method: Method, body: bytes) -> StreamCall:
-        """As unary(), for a stream, which has no deadline."""
-        call_id = await self._send(method, body, math.inf)
-        return self._begun(StreamCall(self, call_id, method), body)
-
-    async def _send(self, method: Method, body: bytes, deadline: float) -> int:
+    async def place(self) -> None:
+        """Wait for a place. Raises Unavailable if the connection is lost."""
         assert self._slots is not None, "calls come after handshake()"
-        try:
-            self._slots.acquire_nowait()
-        except anyio.WouldBlock:
-            await self._slots.acquire()
+        await self._slots.acquire()
         try:
             await self.channel.ready()
-            timeout = deadline - asyncio.get_running_loop().time()
-            if timeout <= 0:
-                raise DeadlineExceeded(f"{self._description.name}.{method.name}: no time was left to begin the call")
-            self._last_id += 1
-            header = frames.Call(self._last_id, method.name, None if timeout == math.inf else timeout)
-            self.channel.send(header, body)
         except BaseException:
             self._slots.release()
             raise
+
+    def unary(self, method: Method, body: bytes, deadline: float) -> UnaryCall:
+        """Send a call, for which there must be a place; its owner must `close()` it.
+
+        Raises:
+            DeadlineExceeded: it was not sent, the deadline (on the loop's clock) has passed.
+            FrameTooLarge: it was not sent.
+        """
+        return self._begun(UnaryCall(self, self._send(method, body, deadline), method), body)
+
+    def stream(self, method: Method, body: bytes) -> StreamCall:
+        """As unary(), for a stream, which has no deadline."""
+        return self._begun(StreamCall(self, self._send(method, body, math.inf), method), body)
+
+    def _send(self, method: Method, body: bytes, deadline: float) -> int:
+        self._last_id += 1
+        try:
+            timeout = None
+            if deadline < math.inf:
+                timeout = deadline - asyncio.get_running_loop().time()
+                if timeout <= 0:
+                    raise DeadlineExceeded(f"{self._description.name}.{method.name}: no time was left to begin")
+            self.channel.send(frames.Call(self._last_id, method.name, timeout), body)
+        except BaseException:
+            self._release()
+            raise
         return self._last_id
+
+    def _release(self) -> None:
+        if self._slots is not None:
+            self._slots.release()
 
     def _begun(self, call: AnyCall, body: bytes) -> AnyCall:
         self.calls[call.id] = call
@@ -271,8 +283,7 @@ class Connection:
         stats = self._stats[call.method.name]
         stats.in_flight -= 1
         stats.failures += failed
-        if self._slots is not None:
-            self._slots.release()
+        self._release()
 
     def _on_frame(self, header: Header, payload: Payload) -> None:
         match header:
