@@ -64,6 +64,8 @@ class Channel(asyncio.BufferedProtocol):
         self._transport: asyncio.Transport | None = None
         self._resumed = asyncio.Event()
         self._heard = False
+        self._unsent: list[bytes] = []
+        self._unsent_size = 0
 
     # --- asyncio's side ------------------------------------------------------------------------------------------
 
@@ -105,6 +107,7 @@ class Channel(asyncio.BufferedProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._begin_closing(str(exc) if exc else "the connection was closed")
+        self._forget_unsent()
         self.lost.set()
         self.resume_writing()
 
@@ -124,8 +127,9 @@ class Channel(asyncio.BufferedProtocol):
         if self.closing.is_set():
             raise Unavailable(self.reason)
 
-    def send(self, header: Header, payload: bytes = b"") -> None:
-        """Write one frame; on a closing connection it is dropped.
+    def send(self, header: Header, payload: bytes = b"", urgent: bool = True) -> None:
+        """Write one frame; on a closing connection it is dropped. What is not `urgent` may wait for the loop's next
+        turn, so that many small frames become one write.
 
         Raises:
             FrameTooLarge: nothing was written.
@@ -134,10 +138,25 @@ class Channel(asyncio.BufferedProtocol):
         if self.closing.is_set() or self._transport is None:
             return
         if len(payload) < JOIN_BELOW:
-            self._transport.write(head + payload)
+            if not self._unsent and not urgent:
+                asyncio.get_running_loop().call_soon(self._flush)
+            self._unsent += (head, payload)
+            self._unsent_size += len(head) + len(payload)
+            if urgent or self._unsent_size > JOIN_BELOW:
+                self._flush()
         else:
+            self._flush()
             self._transport.write(head)
             self._transport.write(payload)
+
+    def _flush(self) -> None:
+        if self._unsent and self._transport is not None:
+            self._transport.write(b"".join(self._unsent))
+        self._forget_unsent()
+
+    def _forget_unsent(self) -> None:
+        self._unsent.clear()
+        self._unsent_size = 0
 
     def refuse(self, kind: RefusalKind, message: str) -> None:
         """Tell the peer why, and close."""
@@ -149,6 +168,7 @@ class Channel(asyncio.BufferedProtocol):
         """Send what is written, then close. Nothing is handled or sent from here on."""
         self._begin_closing(reason)
         if self._transport is not None:
+            self._flush()
             self._transport.close()
 
     def abort(self, reason: str) -> None:

@@ -70,10 +70,11 @@ class Outgoing:
 class UnaryCall(Outgoing):
     """A call with one answer."""
 
-    __slots__ = ("_answer",)
+    __slots__ = ("_answer", "limit")
 
     def __init__(self, connection: Connection, call_id: int, method: Method) -> None:
         super().__init__(connection, call_id, method)
+        self.limit = math.inf
         self._answer: asyncio.Future[Payload] = asyncio.get_running_loop().create_future()
 
     def push(self, header: Header, payload: Payload) -> None:
@@ -95,13 +96,11 @@ class UnaryCall(Outgoing):
 
     async def answer_until(self, limit: float) -> Payload:
         """As answer(), and raises DeadlineExceeded at `limit`, on the loop's clock."""
-        timer = asyncio.get_running_loop().call_at(limit, self._expire)
-        try:
-            return await self._answer
-        finally:
-            timer.cancel()
+        self.limit = limit
+        self._connection.expire_at(limit)
+        return await self._answer
 
-    def _expire(self) -> None:
+    def expire(self) -> None:
         self._fail(DeadlineExceeded(f"{self.method.name} was not answered in time"))
 
 
@@ -174,6 +173,7 @@ class Connection:
         self._welcome: asyncio.Future[frames.Welcome | None] = asyncio.get_running_loop().create_future()
         self._slots: anyio.Semaphore | None = None
         self._last_id = 0
+        self._timer: asyncio.TimerHandle | None = None
 
     async def handshake(self, token: str | None) -> None:
         """Introduce us.
@@ -239,7 +239,7 @@ class Connection:
                 timeout = deadline - asyncio.get_running_loop().time()
                 if timeout <= 0:
                     raise DeadlineExceeded(f"{self._description.name}.{method.name}: no time was left to begin")
-            self.channel.send(frames.Call(self._last_id, method.name, timeout), body)
+            self.channel.send(frames.Call(self._last_id, method.name, timeout), body, urgent=not self.calls)
         except BaseException:
             self._release()
             raise
@@ -270,7 +270,30 @@ class Connection:
     def lost(self, method: Method) -> Unavailable:
         return Unavailable(f"{self._description.name}.{method.name}: {self.channel.reason}")
 
+    def expire_at(self, limit: float) -> None:
+        """Look at that time, or before, for calls that have reached their limit.
+
+        One timer for all of them: nearly every call ends long before, and a timer of its own costs more than the rest.
+        """
+        if self._timer is None or limit < self._timer.when():
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = asyncio.get_running_loop().call_at(limit, self._expire)
+
+    def _expire(self) -> None:
+        self._timer = None
+        now = asyncio.get_running_loop().time()
+        waiting = [call for call in self.calls.values() if isinstance(call, UnaryCall) and not call.abandoned]
+        for call in waiting:
+            if call.limit <= now:
+                call.expire()
+        later = min((call.limit for call in waiting if call.limit > now), default=math.inf)
+        if later < math.inf:
+            self.expire_at(later)
+
     def _on_closing(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
         self.retired.set()
         if not self._welcome.done():
             self._welcome.set_result(None)

@@ -323,7 +323,7 @@ class ServerConnection:
                 self.channel.send(frames.End(running.id))
             else:
                 self.server.stats[method.name].bytes_sent += len(body)
-                self.channel.send(frames.Result(running.id), body)
+                self.channel.send(frames.Result(running.id), body, urgent=len(self.calls) == 1)
         except FrameTooLarge as error:
             return FailureBody("too_large", message=str(error))
         except Exception as error:
