@@ -171,18 +171,20 @@ class FrameReader:
                 header, payload = _head(frame, 4, len(frame))
                 yield header, frame[payload:]
             return
-        self._end += count
+        scratch, end = self._scratch, self._end + count
+        self._end = end
         length = 0
-        while self._end - self._start >= 4:
-            (length,) = _length.unpack_from(self._scratch, self._start)
+        while end - self._start >= 4:
+            (length,) = _length.unpack_from(scratch, self._start)
             if length > self.max_frame:
                 raise FrameTooLarge(f"a frame of {length} bytes exceeds the limit of {self.max_frame} bytes")
-            start, stop = self._start + 4, self._start + 4 + length
-            if stop > self._end:
+            start = self._start + 4
+            stop = start + length
+            if stop > end:
                 break
             self._start = stop
-            header, payload = _head(self._scratch, start, stop)
-            yield header, bytes(self._scratch[payload:stop])
+            header, payload = _head(scratch, start, stop)
+            yield header, bytes(scratch[payload:stop])
         self._make_room(length)
 
     def _make_room(self, length: int) -> None:

@@ -31,12 +31,16 @@ async def closing(items: AsyncIterator[Any]) -> AsyncIterator[AsyncIterator[Any]
 
 def encode_request(method: Method, request: object) -> bytes:
     """Raises TypeError if the argument is not of the declared type."""
-    return _encode(method.name, "argument", method.request_types, request)
+    if not isinstance(request, method.request_types):
+        raise _wrong(method.name, "argument", method.request_types, request)
+    return encode(request)
 
 
 def encode_response(method: Method, response: object) -> bytes:
     """Raises TypeError if the handler gave something else than it declares."""
-    return _encode(method.name, "item" if method.stream else "result", method.response_types, response)
+    if not isinstance(response, method.response_types):
+        raise _wrong(method.name, "item" if method.stream else "result", method.response_types, response)
+    return encode(response)
 
 
 def decode_request(method: Method, payload: Payload) -> object:
@@ -55,8 +59,6 @@ def decode_response(method: Method, payload: Payload) -> Any:
         raise RemoteError("ValidationError", f"the result of {method.name}: {error}") from error
 
 
-def _encode(name: str, role: str, wanted: tuple[type[Any], ...], value: object) -> bytes:
-    if not isinstance(value, wanted):
-        names = " or ".join(kind.__name__ for kind in wanted)
-        raise TypeError(f"the {role} of {name} must be {names}, not {type(value).__name__}")
-    return encode(value)
+def _wrong(name: str, role: str, wanted: tuple[type[Any], ...], value: object) -> TypeError:
+    names = " or ".join(kind.__name__ for kind in wanted)
+    return TypeError(f"the {role} of {name} must be {names}, not {type(value).__name__}")

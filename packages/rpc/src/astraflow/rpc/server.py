@@ -180,6 +180,8 @@ class Window:
 class Running:
     """A call in flight. Its `scope` ends the handler, however deep in a wait, and keeps at it until it has ended."""
 
+    __slots__ = ("cancelled", "id", "method", "scope", "task", "window")
+
     def __init__(self, call: frames.Call, method: Method, deadline: float) -> None:
         self.id = call.id
         self.method = method
@@ -253,9 +255,10 @@ class ServerConnection:
         return True
 
     def _on_frame(self, header: Header, payload: Payload) -> None:
+        if isinstance(header, frames.Call) and self._greeted:
+            self._start(header, payload)
+            return
         match header:
-            case frames.Call() if self._greeted:
-                self._start(header, payload)
             case frames.Cancel():
                 if header.id in self.calls:
                     self.calls[header.id].cancel()
@@ -316,7 +319,8 @@ class ServerConnection:
                     await self._pump(running, running.window, request)
                 else:
                     body = encode_response(method, await invoke(self.server.impl, method, request))
-                await self.channel.ready()
+                if not self.channel.writable:
+                    await self.channel.ready()
             if scope.cancelled_caught:
                 return self._cut_short(running)
             if method.stream:
