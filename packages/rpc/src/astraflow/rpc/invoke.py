@@ -8,9 +8,12 @@ from typing import Any
 
 import msgspec
 
+from .buffers import Buffers
 from .describe import Method
-from .frames import DECODE_ERRORS, Payload, encode
+from .frames import DECODE_ERRORS, Payload, encode, encode_into
 from .interface import RemoteError
+
+LARGE = 1 << 16
 
 
 def invoke(impl: object, method: Method, request: object) -> Any:
@@ -38,9 +41,34 @@ def encode_request(method: Method, request: object) -> bytes:
 
 def encode_response(method: Method, response: object) -> bytes:
     """Raises TypeError if the handler gave something else than it declares."""
+    check_response(method, response)
+    return encode(response)
+
+
+def check_response(method: Method, response: object) -> None:
     if not isinstance(response, method.response_types):
         raise _wrong(method.name, "item" if method.stream else "result", method.response_types, response)
-    return encode(response)
+
+
+class ItemEncoder:
+    """As encode_response(), for the items of one stream. Large ones share memory: a view is good while it is held."""
+
+    def __init__(self, method: Method) -> None:
+        self._method = method
+        self._buffers = Buffers()
+        self._last_size = 0
+
+    def encode(self, item: object) -> Payload:
+        body: Payload
+        if self._last_size < LARGE:
+            body = encode_response(self._method, item)
+        else:
+            check_response(self._method, item)
+            buffer = self._buffers.take(self._last_size)
+            encode_into(item, buffer)
+            body = memoryview(buffer)
+        self._last_size = len(body)
+        return body
 
 
 def decode_request(method: Method, payload: Payload) -> object:

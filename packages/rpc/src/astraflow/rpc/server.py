@@ -28,7 +28,7 @@ from .describe import Description, Method, describe
 from .failures import FailureBody, failure_of
 from .frames import DECODE_ERRORS, Header, Payload
 from .interface import FrameTooLarge, ProtocolError
-from .invoke import closing, decode_request, encode_response, invoke
+from .invoke import ItemEncoder, closing, decode_request, encode_response, invoke
 from .schema import Table, differences
 from .stats import MethodStats
 
@@ -347,9 +347,10 @@ class ServerConnection:
 
     async def _pump(self, running: Running, window: Window, request: object) -> None:
         """Send a stream's items as fast as the client consumes them."""
+        encoder = ItemEncoder(running.method)
         async with closing(invoke(self.server.impl, running.method, request)) as items:
             async for item in items:
-                body = encode_response(running.method, item)
+                body = encoder.encode(item)
                 await window.wait()
                 await self.channel.ready()
                 self.channel.send(frames.Item(running.id), body)
