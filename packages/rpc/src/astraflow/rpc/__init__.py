@@ -1,4 +1,4 @@
-"""Typed services over msgspec: a Protocol served and called in process, over a Unix socket or TCP."""
+"""Typed services over msgspec: a Protocol served and called in process, over a Unix socket, TCP or TLS."""
 
 from .client import connect, statistics
 from .declare import method, service
@@ -17,6 +17,8 @@ from .interface import (
 from .proxy import strict
 from .server import Server, serve
 from .stats import MethodStats
+from .tls import Tls
+from .token import Token, TokenFile, TokenVariable
 
 __all__ = [
     "MAX_FRAME",
@@ -30,6 +32,10 @@ __all__ = [
     "RemoteError",
     "RpcError",
     "Server",
+    "Tls",
+    "Token",
+    "TokenFile",
+    "TokenVariable",
     "Unauthorized",
     "Unavailable",
     "connect",

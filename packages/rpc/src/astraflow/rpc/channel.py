@@ -25,6 +25,7 @@ from .frames import (
     encode_head,
 )
 from .interface import FrameTooLarge, ProtocolError, Unavailable
+from .tls import explain
 
 WRITE_HIGH_WATER = 1 << 20
 JOIN_BELOW = 1 << 16
@@ -39,15 +40,15 @@ class Channel(asyncio.BufferedProtocol):
     """Frames over a transport.
 
     `on_frame` is called with each frame, and may raise ProtocolError to refuse the peer. `closing` is set once no
-    more frames are sent or handled, `lost` when the transport is gone; `reason` then says why. `on_made` is called
-    when the transport is there, `on_closing` once when `closing` is set.
+    more frames are sent or handled, `lost` when the transport is gone; `reason` then says why, and `error` what the
+    transport failed with. `on_closing` is called once when `closing` is set. `peer` is for the log.
     """
 
     def __init__(
         self,
         on_frame: Callable[[Header, Payload], None],
         on_closing: Callable[[], None],
-        on_made: Callable[[], None] = lambda: None,
+        peer: str,
     ) -> None:
         self.reader = FrameReader(HANDSHAKE_LIMIT)
         self.send_limit = HANDSHAKE_LIMIT
@@ -55,20 +56,23 @@ class Channel(asyncio.BufferedProtocol):
         self.lost = asyncio.Event()
         self.reason = ""
         self.refusal: Refusal | None = None
+        self.error: Exception | None = None
+        self.peer = peer
         self._on_frame = on_frame
         self._on_closing = on_closing
-        self._on_made = on_made
         self._transport: asyncio.Transport | None = None
         self._writable = asyncio.Event()
         self._writable.set()
         self._heard = False
+        self._greeted = False
 
     # --- asyncio's side ------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
         self._transport.set_write_buffer_limits(high=WRITE_HIGH_WATER)
-        self._on_made()
+        if self.closing.is_set():
+            self._transport.abort()
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self.reader.buffer()
@@ -97,12 +101,15 @@ class Channel(asyncio.BufferedProtocol):
         self._writable.set()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._begin_closing(str(exc) if exc else "the connection was closed")
+        self.error = exc
+        self._begin_closing(explain(exc) if exc else "the connection was closed")
         self.lost.set()
         self._writable.set()
 
     def _handle(self, header: Header, payload: Payload) -> None:
         match header:
+            case Ping() | Pong() if not self._greeted:
+                raise ProtocolError(f"{type(header).__name__} before the greeting")
             case Ping():
                 if self._writable.is_set():
                     self.send(Pong())
@@ -115,6 +122,11 @@ class Channel(asyncio.BufferedProtocol):
                 self._on_frame(header, payload)
 
     # --- our side ------------------------------------------------------------------------------------------------
+
+    def greeted(self, max_frame: int) -> None:
+        """The peer has said who it is: larger frames are taken from it, and pings."""
+        self._greeted = True
+        self.reader.max_frame = max_frame
 
     async def ready(self) -> None:
         """Wait until a message may be written. Raises Unavailable if the connection is or goes down."""
@@ -140,7 +152,7 @@ class Channel(asyncio.BufferedProtocol):
 
     def refuse(self, kind: RefusalKind, message: str) -> None:
         """Tell the peer why, and close."""
-        log.warning("peer refused", kind=kind, reason=message[:MAX_REASON])
+        log.warning("peer refused", peer=self.peer, kind=kind, reason=message[:MAX_REASON])
         self.send(Refusal(kind, message[:MAX_REASON]))
         self.close(message[:MAX_REASON])
 
@@ -149,6 +161,8 @@ class Channel(asyncio.BufferedProtocol):
         self._begin_closing(reason)
         if self._transport is not None:
             self._transport.close()
+        else:
+            self.lost.set()
 
     def abort(self, reason: str) -> None:
         """Close at once, unsent frames included."""

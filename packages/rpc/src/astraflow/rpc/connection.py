@@ -29,12 +29,14 @@ from .interface import (
     Unavailable,
 )
 from .stats import MethodStats
+from .tls import is_certificate_problem
 
 REFUSALS: Mapping[str, type[RpcError]] = {
     "InterfaceMismatch": InterfaceMismatch,
     "Unauthorized": Unauthorized,
     "ProtocolError": ProtocolError,
     "FrameTooLarge": FrameTooLarge,
+    "Busy": Unavailable,
 }
 
 
@@ -98,9 +100,9 @@ class Connection:
     """`retired` is set when no new call may begin here: the server said goodbye, or the connection is gone."""
 
     def __init__(
-        self, description: Description, stats: Mapping[str, MethodStats], max_frame: int, keepalive: float
+        self, peer: str, description: Description, stats: Mapping[str, MethodStats], max_frame: int, keepalive: float
     ) -> None:
-        self.channel = Channel(self._on_frame, self._on_closing)
+        self.channel = Channel(self._on_frame, self._on_closing, peer)
         self.calls: dict[int, Outgoing] = {}
         self.retired = asyncio.Event()
         self._description = description
@@ -111,7 +113,7 @@ class Connection:
         self._slots: anyio.Semaphore | None = None
         self._last_id = 0
 
-    async def handshake(self, token: str | None) -> None:
+    async def handshake(self, token: str) -> None:
         """Introduce us.
 
         Raises:
@@ -119,14 +121,16 @@ class Connection:
             Unavailable: the connection was lost.
         """
         table = frames.encode(self._description.table)
-        hello = frames.Hello(frames.VERSION, self._description.fingerprint, self._max_frame, token or "")
+        hello = frames.Hello(frames.VERSION, self._description.fingerprint, self._max_frame, token)
         self.channel.send(hello, table)
         welcome = await self._welcome
         if welcome is None:
             refusal = self.channel.refusal
             if refusal is not None:
                 raise REFUSALS[refusal.kind](refusal.message)
-            raise Unavailable(self.channel.reason)
+            if is_certificate_problem(self.channel.error):
+                raise Unauthorized(self.channel.reason)
+            raise Unavailable(f"{self.channel.reason} before it said welcome")
         self._slots = anyio.Semaphore(welcome.max_calls, fast_acquire=True)
 
     async def run(self) -> None:
@@ -206,7 +210,7 @@ class Connection:
             case frames.Goodbye():
                 self.retired.set()
             case frames.Welcome() if not self._welcome.done():
-                self.channel.reader.max_frame = self._max_frame
+                self.channel.greeted(self._max_frame)
                 self.channel.send_limit = header.max_frame
                 self._welcome.set_result(header)
             case _:

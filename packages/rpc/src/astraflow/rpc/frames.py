@@ -28,11 +28,14 @@ HANDSHAKE_LIMIT = 1 << 18
 STREAM_WINDOW = 16 << 20
 ITEM_OVERHEAD = 256
 
+TLS_RECORDS = (0x1503, 0x1603)
+"""How a TLS alert and a TLS handshake begin."""
+
 Payload = bytes | memoryview
 DECODE_ERRORS = (msgspec.DecodeError, ValueError, RecursionError)
 
 
-RefusalKind = Literal["InterfaceMismatch", "Unauthorized", "ProtocolError", "FrameTooLarge"]
+RefusalKind = Literal["InterfaceMismatch", "Unauthorized", "ProtocolError", "FrameTooLarge", "Busy"]
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
@@ -174,7 +177,7 @@ class FrameReader:
         while self._end - self._start >= 4:
             length = int.from_bytes(self._scratch[self._start : self._start + 4], "big")
             if length > self.max_frame:
-                raise FrameTooLarge(f"a frame of {length} bytes exceeds the limit of {self.max_frame} bytes")
+                raise _too_large(length, self.max_frame)
             stop = self._start + 4 + length
             if stop > self._end:
                 break
@@ -194,6 +197,12 @@ class FrameReader:
         elif pending and self._start:
             self._scratch[:pending] = bytes(self._scratch[self._start : self._end])
         self._start, self._end = 0, pending
+
+
+def _too_large(length: int, limit: int) -> FrameTooLarge | ProtocolError:
+    if length >> 16 in TLS_RECORDS:
+        return ProtocolError("one side speaks TLS and the other does not: use tls:// on both, or tcp:// on both")
+    return FrameTooLarge(f"a frame of {length} bytes exceeds the limit of {limit} bytes")
 
 
 def _allocate(length: int) -> memoryview:
