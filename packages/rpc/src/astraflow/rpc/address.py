@@ -1,4 +1,4 @@
-"""Addresses: `unix:PATH`, `tcp://host:port` and `tls://host:port`, bound before they are announced.
+"""Addresses: `inproc:NAME`, `unix:PATH`, `tcp://host:port` and `tls://host:port`, bound before they are announced.
 
 Invariant: what leaves this machine is encrypted. `tcp://` is of the loopback interface only, on either side.
 """
@@ -21,6 +21,14 @@ HOW_TO_MAKE = (
     "tls=Tls(ca=DIR/ca.pem, certificate=DIR/server.pem, key=DIR/server-key.pem), token=TokenFile(DIR/token), connect "
     "with client.pem and client-key.pem in their place"
 )
+
+
+@dataclass(frozen=True, slots=True)
+class InprocAddress:
+    name: str
+
+    def __str__(self) -> str:
+        return f"inproc:{self.name}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +61,8 @@ class TlsAddress:
         return f"tls://[{self.host}]:{self.port}" if ":" in self.host else f"tls://{self.host}:{self.port}"
 
 
-Address = UnixAddress | TcpAddress | TlsAddress
+SocketAddress = UnixAddress | TcpAddress | TlsAddress
+Address = InprocAddress | SocketAddress
 
 
 def parse(text: str) -> Address:
@@ -62,6 +71,11 @@ def parse(text: str) -> Address:
     Raises:
         ValueError: it is malformed, or plain TCP off this machine.
     """
+    if text.startswith("inproc:"):
+        name = text.removeprefix("inproc:")
+        if not name:
+            raise ValueError("inproc: wants a name, as in inproc:dataflow")
+        return InprocAddress(name)
     if text.startswith("unix:"):
         path = text.removeprefix("unix:")
         if not path:
@@ -73,7 +87,9 @@ def parse(text: str) -> Address:
     except ValueError as error:
         raise ValueError(f"{text}: {error}") from error
     if url.scheme not in ("tcp", "tls") or not url.hostname or port is None or url.path:
-        raise ValueError(f"{text!r} is not an address: use unix:PATH or tcp://host:port or tls://host:port")
+        raise ValueError(
+            f"{text!r} is not an address: use unix:PATH or tcp://host:port, tls://host:port or inproc:NAME"
+        )
     if url.scheme == "tls":
         return TlsAddress(url.hostname, port)
     if not is_loopback(url.hostname):
@@ -92,7 +108,7 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def bind(address: Address) -> tuple[socket.socket, Address]:
+def bind(address: SocketAddress) -> tuple[socket.socket, SocketAddress]:
     """A listening socket, and the address it is bound to (port 0 resolved). Blocks for milliseconds.
 
     Raises:

@@ -18,11 +18,12 @@ import anyio.to_thread
 import structlog
 
 from . import frames
-from .address import Address, TcpAddress, TlsAddress, UnixAddress, parse
+from .address import Address, InprocAddress, SocketAddress, TcpAddress, TlsAddress, UnixAddress, parse
 from .background import background
 from .channel import CLOSE_TIMEOUT, Channel
 from .connection import Connection, Outgoing
 from .describe import Description, Method, describe
+from .inproc import find
 from .interface import (
     DeadlineExceeded,
     InterfaceMismatch,
@@ -31,7 +32,7 @@ from .interface import (
     Unavailable,
 )
 from .invoke import decode_response, encode_request
-from .proxy import carrier_of, make_proxy
+from .proxy import StrictCarrier, carrier_of, make_proxy
 from .stats import MethodStats
 from .tls import BROKEN_OFF, Tls, client_context, explain, is_certificate_problem
 from .token import Token, read_tokens
@@ -53,7 +54,7 @@ class Client:
 
     def __init__(
         self,
-        address: Address,
+        address: SocketAddress,
         description: Description,
         *,
         tls: Tls | None,
@@ -243,6 +244,7 @@ async def connect(
     connect_timeout: float = 10.0,
     max_frame: int = frames.MAX_FRAME,
     keepalive: float = 10.0,
+    strict: bool = False,
 ) -> AsyncIterator[T]:
     """A proxy of the object served as `interface` (a Protocol class) at an address as `serve` takes it.
 
@@ -255,6 +257,7 @@ async def connect(
         default_timeout: limit in seconds of a call whose caller has no earlier deadline.
         max_frame: largest message taken, in bytes.
         keepalive: a server that has been silent for 3 × this many seconds is given up.
+        strict: at an inproc: address, hand every message over through msgspec and back instead of the object itself.
 
     Raises:
         ValueError: the address is malformed or plain TCP off this machine, or `tls` or `token` is not usable.
@@ -267,6 +270,10 @@ async def connect(
     description = describe(interface)
     where = parse(address)
     await anyio.to_thread.run_sync(_check_credentials, where, tls, token)
+    if isinstance(where, InprocAddress):
+        impl = await find(where, description, connect_timeout)
+        yield cast("T", make_proxy(description, StrictCarrier(impl, description)) if strict else impl)
+        return
     client = Client(
         where,
         description,

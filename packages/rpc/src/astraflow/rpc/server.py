@@ -7,6 +7,7 @@ its deadline or the server. What a peer sends is checked before anything is run.
 from __future__ import annotations
 
 import asyncio
+import functools
 import socket
 import ssl
 import traceback
@@ -21,12 +22,13 @@ import structlog
 from anyio.abc import TaskGroup
 
 from . import frames
-from .address import HOW_TO_MAKE, Address, TlsAddress, UnixAddress, UnixPath, bind, is_loopback, parse
+from .address import HOW_TO_MAKE, Address, InprocAddress, TlsAddress, UnixAddress, UnixPath, bind, is_loopback, parse
 from .background import background
 from .channel import CLOSE_TIMEOUT, Channel
 from .describe import Description, Method, describe
 from .failures import FailureBody, failure_of
 from .frames import DECODE_ERRORS, Header, Payload
+from .inproc import handed_over
 from .interface import FrameTooLarge, ProtocolError
 from .invoke import closing, decode_request, encode_response, invoke
 from .listener import accept_all, hang_up, name_of
@@ -140,7 +142,7 @@ async def serve(
     drain_timeout: float = 5.0,
     keepalive: float = 10.0,
 ) -> AsyncIterator[Server]:
-    """Serve `impl` as `interface` (a Protocol class) at `unix:PATH`, `tcp://host:port` or `tls://host:port`.
+    """Serve `impl` as `interface` (a Protocol class) at an address: `inproc:NAME`, `unix:PATH`, `tcp://…` or `tls://…`.
 
     It is served while the body runs. The socket listens before the body starts; `server.address` is what to announce.
     At the end of the body no new calls are taken, those in flight get `drain_timeout` seconds and are then cancelled;
@@ -161,19 +163,23 @@ async def serve(
     description.check(impl)
     where = parse(address)
     context = await anyio.to_thread.run_sync(_protection, where, tls, token)
-    listener, bound = await anyio.to_thread.run_sync(bind, where)
-    path = UnixPath(bound.path) if isinstance(bound, UnixAddress) else None
-    server = Server(
+    make = functools.partial(
+        Server,
         impl,
         description,
-        bound,
         context=context,
         token=token,
         max_frame=max_frame,
         max_connections=max_connections,
         keepalive=keepalive,
     )
-    started = asyncio.Event()
+    if isinstance(where, InprocAddress):
+        with handed_over(where, impl, description):
+            yield make(where)
+        return
+    listener, bound = await anyio.to_thread.run_sync(bind, where)
+    path = UnixPath(bound.path) if isinstance(bound, UnixAddress) else None
+    server, started = make(bound), asyncio.Event()
     async with background(lambda: server.run(listener, started)):
         await started.wait()
         try:
