@@ -21,7 +21,7 @@ from . import frames
 from .address import Address, InprocAddress, SocketAddress, TcpAddress, TlsAddress, UnixAddress, parse
 from .background import background
 from .channel import CLOSE_TIMEOUT, Channel
-from .connection import Connection, Outgoing
+from .connection import Connection, StreamCall
 from .describe import Description, Method, describe
 from .inproc import find
 from .interface import (
@@ -175,7 +175,7 @@ class Client:
         """One unary call, until the caller's deadline or `default_timeout`, whichever is earlier."""
         body = encode_request(method, request)
         deadline = anyio.current_effective_deadline()
-        limit = anyio.current_time() + self._default_timeout
+        limit = asyncio.get_running_loop().time() + self._default_timeout
         if deadline <= limit:
             try:
                 return await self._attempts(method, body, deadline)
@@ -184,7 +184,19 @@ class Client:
                 if deadline < math.inf:
                     await anyio.sleep(max(0.0, deadline - anyio.current_time()) + OWNER_FIRST)
                 raise
-        with anyio.move_on_after(self._default_timeout):
+        connection = self._connection
+        if connection is not None and connection.claim():  # only the answer is to be waited for
+            call = connection.unary(method, body, limit)
+            try:
+                return decode_response(method, await call.answer_until(limit))
+            except DeadlineExceeded:
+                raise self._late(method) from None
+            except Unavailable:
+                if not method.idempotent or self._closed:
+                    raise
+            finally:
+                call.close()
+        with anyio.CancelScope(deadline=limit):
             return await self._attempts(method, body, limit)
         raise self._late(method)
 
@@ -192,12 +204,12 @@ class Client:
         while True:
             connection = await self._usable(wait=method.idempotent)
             try:
-                call = await connection.begin(method, body, deadline)
+                await connection.place()
+                call = connection.unary(method, body, deadline)
                 try:
-                    _, payload = await call.next()
+                    return decode_response(method, await call.answer())
                 finally:
                     call.close()
-                return decode_response(method, payload)
             except Unavailable:
                 if not method.idempotent or self._closed:
                     raise
@@ -221,12 +233,13 @@ class Client:
         finally:
             call.close()
 
-    async def _begin_stream(self, method: Method, body: bytes) -> Outgoing:
+    async def _begin_stream(self, method: Method, body: bytes) -> StreamCall:
         with anyio.move_on_after(self._default_timeout):
             while True:
                 connection = await self._usable(wait=method.idempotent)
                 try:
-                    return await connection.begin(method, body, math.inf)
+                    await connection.place()
+                    return connection.stream(method, body)
                 except Unavailable:
                     if not method.idempotent or self._closed:
                         raise

@@ -7,9 +7,10 @@ connection is lost. A call whose caller has gone keeps its id until the server's
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Mapping
-from typing import NoReturn
+from typing import TypeVar
 
 import anyio
 import msgspec
@@ -39,16 +40,78 @@ REFUSALS: Mapping[str, type[RpcError]] = {
     "Busy": Unavailable,
 }
 
+AnyCall = TypeVar("AnyCall", bound="Outgoing")
+
 
 class Outgoing:
-    """A call in flight, as its caller waits on it."""
+    """A call in flight, as its owner sees it."""
+
+    __slots__ = ("_connection", "abandoned", "id", "method")
 
     def __init__(self, connection: Connection, call_id: int, method: Method) -> None:
         self.id = call_id
         self.method = method
         self.abandoned = False
-        self.buffered = 0
         self._connection = connection
+
+    def push(self, header: Header, payload: Payload) -> None:
+        """A frame for this call came."""
+        raise NotImplementedError
+
+    def lose(self) -> None:
+        """The connection was lost, no further frame will come."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """The owner goes. If the call has not ended, the server is told to cancel it."""
+        if not self.abandoned and self.id in self._connection.calls:
+            self.abandoned = True
+            self._connection.channel.send(frames.Cancel(self.id))
+
+
+class UnaryCall(Outgoing):
+    """A call with one answer."""
+
+    __slots__ = ("_answer", "limit")
+
+    def __init__(self, connection: Connection, call_id: int, method: Method) -> None:
+        super().__init__(connection, call_id, method)
+        self.limit = math.inf
+        self._answer: asyncio.Future[Payload] = asyncio.get_running_loop().create_future()
+
+    def push(self, header: Header, payload: Payload) -> None:
+        if isinstance(header, frames.Failure):
+            self._fail(self._connection.failure(self.method, payload))
+        elif not self._answer.done():
+            self._answer.set_result(payload)
+
+    def lose(self) -> None:
+        self._fail(self._connection.lost(self.method))
+
+    def _fail(self, error: Exception) -> None:
+        if not self._answer.done():
+            self._answer.set_exception(error)
+
+    async def answer(self) -> Payload:
+        """Raises Unavailable if the connection is lost before it came, or what a Failure says."""
+        return await self._answer
+
+    async def answer_until(self, limit: float) -> Payload:
+        """As answer(), and raises DeadlineExceeded at `limit`, on the loop's clock."""
+        self.limit = limit
+        self._connection.expire_at(limit)
+        return await self._answer
+
+    def expire(self) -> None:
+        self._fail(DeadlineExceeded(f"{self.method.name} was not answered in time"))
+
+
+class StreamCall(Outgoing):
+    """A call answered by items, of which a window may wait here, and an end."""
+
+    def __init__(self, connection: Connection, call_id: int, method: Method) -> None:
+        super().__init__(connection, call_id, method)
+        self.buffered = 0
         self._frames: deque[tuple[Header, Payload]] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._consumed = 0
@@ -60,19 +123,22 @@ class Outgoing:
             raise ProtocolError(f"the server sent more of {self.method.name} than it was given credit for")
         self.buffered += frames.cost(payload)
         self._frames.append((header, payload))
-        self.wake()
+        self._wake()
 
-    def wake(self) -> None:
+    def lose(self) -> None:
+        self._wake()
+
+    def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     async def next(self) -> tuple[Header, Payload]:
         """The next frame. Raises Unavailable if the connection is lost before it came, or what a Failure says."""
-        if self._frames and self.method.stream:
+        if self._frames:
             await asyncio.sleep(0)  # a reader of buffered items must not hold the loop
         while not self._frames:
             if self._connection.channel.closing.is_set():
-                self._connection.raise_lost(self.method)
+                raise self._connection.lost(self.method)
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         header, payload = self._frames.popleft()
@@ -89,11 +155,8 @@ class Outgoing:
             self._consumed = 0
 
     def close(self) -> None:
-        """The caller goes. If the call has not ended, the server is told to cancel it."""
         self._frames.clear()
-        if not self.abandoned and self.id in self._connection.calls:
-            self.abandoned = True
-            self._connection.channel.send(frames.Cancel(self.id))
+        super().close()
 
 
 class Connection:
@@ -112,6 +175,7 @@ class Connection:
         self._welcome: asyncio.Future[frames.Welcome | None] = asyncio.get_running_loop().create_future()
         self._slots: anyio.Semaphore | None = None
         self._last_id = 0
+        self._timer: asyncio.TimerHandle | None = None
 
     async def handshake(self, token: str) -> None:
         """Introduce us.
@@ -140,29 +204,58 @@ class Connection:
         finally:
             await self.channel.aclose("the client closed")
 
-    async def begin(self, method: Method, body: bytes, deadline: float) -> Outgoing:
-        """Send a call; its owner must `close()` it.
+    def claim(self) -> bool:
+        """Take a place for a call, if there is one without waiting."""
+        slots = self._slots
+        if slots is None or slots.value == 0 or not self.channel.writable or self.retired.is_set():
+            return False
+        slots.acquire_nowait()
+        return True
 
-        Raises:
-            Unavailable: it was not sent.
-            DeadlineExceeded: the deadline (anyio's clock) passed before it could be sent.
-            FrameTooLarge: it was not sent.
-        """
-        assert self._slots is not None, "begin() comes after handshake()"
+    async def place(self) -> None:
+        """Wait for a place. Raises Unavailable if the connection is lost."""
+        assert self._slots is not None, "calls come after handshake()"
         await self._slots.acquire()
         try:
             await self.channel.ready()
-            timeout = deadline - asyncio.get_running_loop().time()
-            if timeout <= 0:
-                raise DeadlineExceeded(f"{self._description.name}.{method.name}: no time was left to begin the call")
-            self._last_id += 1
-            header = frames.Call(self._last_id, method.name, None if timeout == float("inf") else timeout)
-            self.channel.send(header, body)
         except BaseException:
             self._slots.release()
             raise
-        call = self.calls[header.id] = Outgoing(self, header.id, method)
-        stats = self._stats[method.name]
+
+    def unary(self, method: Method, body: bytes, deadline: float) -> UnaryCall:
+        """Send a call, for which there must be a place; its owner must `close()` it.
+
+        Raises:
+            DeadlineExceeded: it was not sent, the deadline (on the loop's clock) has passed.
+            FrameTooLarge: it was not sent.
+        """
+        return self._begun(UnaryCall(self, self._send(method, body, deadline), method), body)
+
+    def stream(self, method: Method, body: bytes) -> StreamCall:
+        """As unary(), for a stream, which has no deadline."""
+        return self._begun(StreamCall(self, self._send(method, body, math.inf), method), body)
+
+    def _send(self, method: Method, body: bytes, deadline: float) -> int:
+        self._last_id += 1
+        try:
+            timeout = None
+            if deadline < math.inf:
+                timeout = deadline - asyncio.get_running_loop().time()
+                if timeout <= 0:
+                    raise DeadlineExceeded(f"{self._description.name}.{method.name}: no time was left to begin")
+            self.channel.send(frames.Call(self._last_id, method.name, timeout), body, urgent=not self.calls)
+        except BaseException:
+            self._release()
+            raise
+        return self._last_id
+
+    def _release(self) -> None:
+        if self._slots is not None:
+            self._slots.release()
+
+    def _begun(self, call: AnyCall, body: bytes) -> AnyCall:
+        self.calls[call.id] = call
+        stats = self._stats[call.method.name]
         stats.calls += 1
         stats.in_flight += 1
         stats.bytes_sent += len(body)
@@ -178,24 +271,46 @@ class Connection:
             self.retired.set()
         return error_of(body, self._description, method.name)
 
-    def raise_lost(self, method: Method) -> NoReturn:
-        raise Unavailable(f"{self._description.name}.{method.name}: {self.channel.reason}")
+    def lost(self, method: Method) -> Unavailable:
+        return Unavailable(f"{self._description.name}.{method.name}: {self.channel.reason}")
+
+    def expire_at(self, limit: float) -> None:
+        """Look at that time, or before, for calls that have reached their limit.
+
+        One timer for all of them: nearly every call ends long before, and a timer of its own costs more than the rest.
+        """
+        if self._timer is None or limit < self._timer.when():
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = asyncio.get_running_loop().call_at(limit, self._expire)
+
+    def _expire(self) -> None:
+        self._timer = None
+        now = asyncio.get_running_loop().time()
+        waiting = [call for call in self.calls.values() if isinstance(call, UnaryCall) and not call.abandoned]
+        for call in waiting:
+            if call.limit <= now:
+                call.expire()
+        later = min((call.limit for call in waiting if call.limit > now), default=math.inf)
+        if later < math.inf:
+            self.expire_at(later)
 
     def _on_closing(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
         self.retired.set()
         if not self._welcome.done():
             self._welcome.set_result(None)
         for call in list(self.calls.values()):
             self._forget(call, failed=True)
-            call.wake()
+            call.lose()
 
     def _forget(self, call: Outgoing, failed: bool) -> None:
         del self.calls[call.id]
         stats = self._stats[call.method.name]
         stats.in_flight -= 1
         stats.failures += failed
-        if self._slots is not None:
-            self._slots.release()
+        self._release()
 
     def _on_frame(self, header: Header, payload: Payload) -> None:
         match header:

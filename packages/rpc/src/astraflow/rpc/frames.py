@@ -11,6 +11,7 @@ belongs to that frame alone and is read-only, so that views decoded from it stay
 from __future__ import annotations
 
 import mmap
+import struct
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -19,7 +20,6 @@ import msgspec
 from .interface import FrameTooLarge, ProtocolError
 
 VERSION = 1
-PREFIX = 6
 SCRATCH = 1 << 16
 MAX_FRAME = 64 << 20
 """Default limit in bytes. msgspec holds the interpreter while it copies: 64 MiB of arrays take about 40 ms a side."""
@@ -119,7 +119,9 @@ class Pong(msgspec.Struct, frozen=True, array_like=True, tag=13):
 
 Header = Hello | Welcome | Refusal | Call | Cancel | Credit | Item | Result | End | Failure | Goodbye | Ping | Pong
 
-_header_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Header)
+_length = struct.Struct(">I")
+_sizes = struct.Struct(">IH")
+_decode_header = msgspec.msgpack.Decoder[Any](Header).decode
 encode = msgspec.msgpack.Encoder().encode
 
 
@@ -135,10 +137,10 @@ def encode_head(header: Header, payload_size: int, limit: int) -> bytes:
         FrameTooLarge: the frame exceeds the peer's `limit`.
     """
     head = encode(header)
-    length = PREFIX - 4 + len(head) + payload_size
+    length = 2 + len(head) + payload_size
     if length > limit:
         raise FrameTooLarge(f"a message of {length} bytes exceeds the limit of {limit} bytes; send arrays in pieces")
-    return length.to_bytes(4, "big") + len(head).to_bytes(2, "big") + head
+    return _sizes.pack(length, len(head)) + head
 
 
 class FrameReader:
@@ -169,30 +171,29 @@ class FrameReader:
             self._filled += count
             if self._filled == len(self._large):
                 frame, self._large = self._large.toreadonly(), None
-                header, size = _head(frame)
-                yield header, frame[size:]
+                header, payload = _head(frame, 4, len(frame))
+                yield header, frame[payload:]
             return
         self._end += count
         length = 0
         while self._end - self._start >= 4:
-            length = int.from_bytes(self._scratch[self._start : self._start + 4], "big")
+            (length,) = _length.unpack_from(self._scratch, self._start)
             if length > self.max_frame:
                 raise _too_large(length, self.max_frame)
-            stop = self._start + 4 + length
+            start, stop = self._start + 4, self._start + 4 + length
             if stop > self._end:
                 break
-            frame = self._scratch[self._start + 4 : stop]
             self._start = stop
-            header, size = _head(frame)
-            yield header, bytes(frame[size:])
+            header, payload = _head(self._scratch, start, stop)
+            yield header, bytes(self._scratch[payload:stop])
         self._make_room(length)
 
     def _make_room(self, length: int) -> None:
         pending = self._end - self._start
         if pending >= 4 and 4 + length > SCRATCH:
-            self._large = _allocate(length)
-            self._filled = pending - 4
-            self._large[: self._filled] = self._scratch[self._start + 4 : self._end]
+            self._large = _allocate(4 + length)
+            self._filled = pending
+            self._large[:pending] = self._scratch[self._start : self._end]
             pending = 0
         elif pending and self._start:
             self._scratch[:pending] = bytes(self._scratch[self._start : self._end])
@@ -213,13 +214,16 @@ def _allocate(length: int) -> memoryview:
     return memoryview(bytearray(length))
 
 
-def _head(frame: memoryview) -> tuple[Header, int]:
-    """The header of a frame (without its length), and where its payload starts."""
-    size = 2 + int.from_bytes(frame[:2], "big")
-    if len(frame) < 2 or size > len(frame):
+def _head(buffer: memoryview, start: int, stop: int) -> tuple[Header, int]:
+    """The header of the frame whose length ends at `start`, and where its payload begins."""
+    if stop - start < 2:
+        raise ProtocolError("a frame without a header")
+    _, size = _sizes.unpack_from(buffer, start - 4)
+    payload = start + 2 + size
+    if payload > stop:
         raise ProtocolError("the header is longer than its frame")
     try:
-        header: Header = _header_decoder.decode(frame[2:size])
+        header: Header = _decode_header(buffer[start + 2 : payload])
     except DECODE_ERRORS as error:
         raise ProtocolError(f"unknown header: {error}") from error
-    return header, size
+    return header, payload

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import math
 import socket
 import ssl
 import traceback
@@ -211,58 +212,67 @@ def _protection(address: Address, tls: Tls | None, token: Token | None) -> ssl.S
     return server_context(tls)
 
 
+class Window:
+    """How much of a stream the client has not yet consumed."""
+
+    def __init__(self) -> None:
+        self.outstanding = 0
+        self._credited = asyncio.Event()
+
+    def credit(self, amount: int) -> None:
+        self.outstanding -= amount
+        self._credited.set()
+
+    async def wait(self) -> None:
+        while self.outstanding >= frames.STREAM_WINDOW:
+            self._credited.clear()
+            await self._credited.wait()
+
+
 class Running:
-    """A call in flight: its handler's scope, and for a stream how much the client has not yet consumed."""
+    """A call in flight. Its `scope` ends the handler, however deep in a wait, and keeps at it until it has ended."""
 
     def __init__(self, call: frames.Call, method: Method, deadline: float) -> None:
         self.id = call.id
         self.method = method
         self.scope = anyio.CancelScope(deadline=deadline)
         self.cancelled = False
-        self.outstanding = 0
-        self.credited = asyncio.Event()
+        self.window = Window() if method.stream else None
+        self.task: asyncio.Task[None] | None = None
 
     def cancel(self) -> None:
         self.cancelled = True
         self.scope.cancel()
 
-    def credit(self, amount: int) -> None:
-        self.outstanding -= amount
-        self.credited.set()
-
-    async def wait_for_credit(self) -> None:
-        while self.outstanding >= frames.STREAM_WINDOW:
-            self.credited.clear()
-            await self.credited.wait()
-
 
 class ServerConnection:
-    """One client. `calls` are those in flight, by the client's ids."""
+    """One client. `calls` are those in flight, by the client's ids; each has a task, and `run()` outlives them all.
+
+    Bare tasks, since a task group's cost half of a small call; what it is for, `_finish_calls` does.
+    """
 
     def __init__(self, server: Server, peer: str) -> None:
         self.server = server
         self.channel = Channel(self._on_frame, self._on_closing, peer)
         self.calls: dict[int, Running] = {}
         self._hello: asyncio.Future[tuple[frames.Hello, Payload] | None] = asyncio.get_running_loop().create_future()
-        self._tasks: TaskGroup | None = None
+        self._greeted = False
         self._scope = anyio.CancelScope()
 
     async def run(self, accepted: socket.socket) -> None:
         """Greet, then keep the handlers of this connection until it closes."""
         channel = self.channel
         try:
-            async with anyio.create_task_group() as tasks:
-                self._scope = tasks.cancel_scope
+            with self._scope:
                 with anyio.move_on_after(HANDSHAKE_TIMEOUT) as scope:
                     await self._open(accepted)
                     hello = await self._hello
-                    if hello is not None and await self._greet(*hello):
-                        self._tasks = tasks
+                    self._greeted = hello is not None and await self._greet(*hello)
                 if scope.cancelled_caught:
                     channel.refuse("ProtocolError", f"no greeting within {HANDSHAKE_TIMEOUT:g} s")
                 await channel.keep_alive(self.server.keepalive)
-                tasks.cancel_scope.cancel()
         finally:
+            await self._finish_calls()
             await channel.aclose("the server closed")
             self.server.forget(self)
             if channel.refusal is not None:
@@ -291,6 +301,16 @@ class ServerConnection:
             self._hello.set_result(None)
         self._scope.cancel()
 
+    async def _finish_calls(self) -> None:
+        """Cancel the handlers and wait for their end, also in a cancelled scope."""
+        self._greeted = False
+        for running in self.calls.values():
+            running.scope.cancel()
+        handlers = [running.task for running in self.calls.values() if running.task is not None]
+        if handlers:
+            with anyio.CancelScope(shield=True):
+                await asyncio.wait(handlers)
+
     async def _greet(self, hello: frames.Hello, payload: Payload) -> bool:
         """Welcome the client if it may speak and speaks our language; otherwise refuse it."""
         server, description = self.server, self.server.description
@@ -311,22 +331,23 @@ class ServerConnection:
 
     def _on_frame(self, header: Header, payload: Payload) -> None:
         match header:
-            case frames.Call() if self._tasks is not None:
-                self._start(header, payload, self._tasks)
+            case frames.Call() if self._greeted:
+                self._start(header, payload)
             case frames.Cancel():
                 if header.id in self.calls:
                     self.calls[header.id].cancel()
             case frames.Credit():
                 if header.amount < 0:
                     raise ProtocolError("negative credit")
-                if header.id in self.calls:
-                    self.calls[header.id].credit(header.amount)
+                running = self.calls.get(header.id)
+                if running is not None and running.window is not None:
+                    running.window.credit(header.amount)
             case frames.Hello() if not self._hello.done():
                 self._hello.set_result((header, payload))
             case _:
                 raise ProtocolError(f"{type(header).__name__} is not expected here")
 
-    def _start(self, header: frames.Call, payload: Payload, tasks: TaskGroup) -> None:
+    def _start(self, header: frames.Call, payload: Payload) -> None:
         method = self.server.description.methods.get(header.method)
         if method is None:
             raise ProtocolError(f"no method {header.method!r}")
@@ -339,10 +360,10 @@ class ServerConnection:
         if self.server.draining:
             self._fail(header.id, FailureBody("unavailable", message="the server is closing; the call was not begun"))
             return
-        timeout = float("inf") if header.timeout is None else header.timeout
-        running = Running(header, method, asyncio.get_running_loop().time() + timeout)
+        loop = asyncio.get_running_loop()
+        running = Running(header, method, math.inf if header.timeout is None else loop.time() + header.timeout)
         self.calls[header.id] = running
-        tasks.start_soon(self._handle, running, payload, name=f"{self.server.description.name}.{method.name}")
+        running.task = loop.create_task(self._handle(running, payload), name=method.name)
 
     async def _handle(self, running: Running, payload: Payload) -> None:
         stats = self.server.stats[running.method.name]
@@ -352,12 +373,8 @@ class ServerConnection:
         failure: FailureBody | None = None
         try:
             failure = await self._answer(running, payload)
-        except asyncio.CancelledError:
-            # Ours or one that leaked out of the handler, the task ends here; a leaked one must not reach its siblings.
-            if self.server.draining or self.channel.closing.is_set():
-                failure = FailureBody("unavailable", message="the server closed before the call ended")
-            else:
-                failure = FailureBody("cancelled", message="the handler was cancelled")
+        except asyncio.CancelledError:  # not ours, it leaked out of the handler
+            failure = FailureBody("cancelled", message="the handler was cancelled")
         finally:
             stats.in_flight -= 1
             stats.failures += failure is not None
@@ -372,18 +389,18 @@ class ServerConnection:
         try:
             with running.scope as scope:
                 request = decode_request(method, payload)
-                if method.stream:
-                    await self._pump(running, request)
+                if running.window is not None:
+                    await self._pump(running, running.window, request)
                 else:
                     body = encode_response(method, await invoke(self.server.impl, method, request))
+                await self.channel.ready()
             if scope.cancelled_caught:
-                return FailureBody("cancelled" if running.cancelled else "deadline")
-            await self.channel.ready()
+                return self._cut_short(running)
             if method.stream:
                 self.channel.send(frames.End(running.id))
             else:
                 self.server.stats[method.name].bytes_sent += len(body)
-                self.channel.send(frames.Result(running.id), body)
+                self.channel.send(frames.Result(running.id), body, urgent=len(self.calls) == 1)
         except FrameTooLarge as error:
             return FailureBody("too_large", message=str(error))
         except Exception as error:
@@ -394,15 +411,22 @@ class ServerConnection:
             return failure
         return None
 
-    async def _pump(self, running: Running, request: object) -> None:
+    def _cut_short(self, running: Running) -> FailureBody:
+        if running.cancelled:
+            return FailureBody("cancelled")
+        if not self._greeted:
+            return FailureBody("unavailable", message="the server closed before the call ended")
+        return FailureBody("deadline")
+
+    async def _pump(self, running: Running, window: Window, request: object) -> None:
         """Send a stream's items as fast as the client consumes them."""
         async with closing(invoke(self.server.impl, running.method, request)) as items:
             async for item in items:
                 body = encode_response(running.method, item)
-                await running.wait_for_credit()
+                await window.wait()
                 await self.channel.ready()
                 self.channel.send(frames.Item(running.id), body)
-                running.outstanding += frames.cost(body)
+                window.outstanding += frames.cost(body)
                 self.server.stats[running.method.name].bytes_sent += len(body)
                 await asyncio.sleep(0)  # a generator that never waits must not hold the loop
 
