@@ -16,15 +16,18 @@ from .interface import (
 )
 from .proxy import strict
 from .server import Server, serve
-from .stats import MethodStats
+from .stats import BUCKETS, Histogram, MethodStats, prometheus
 from .tls import Tls
 from .token import Token, TokenFile, TokenVariable
+from .trace import trace_id
 
 __all__ = [
+    "BUCKETS",
     "MAX_FRAME",
     "DeadlineExceeded",
     "Description",
     "FrameTooLarge",
+    "Histogram",
     "InterfaceMismatch",
     "Method",
     "MethodStats",
@@ -41,8 +44,10 @@ __all__ = [
     "connect",
     "describe",
     "method",
+    "prometheus",
     "serve",
     "service",
     "statistics",
     "strict",
+    "trace_id",
 ]

@@ -204,8 +204,8 @@ class Client:
         while True:
             connection = await self._usable(wait=method.idempotent)
             try:
-                await connection.place()
-                call = connection.unary(method, body, deadline)
+                waited = await connection.place()
+                call = connection.unary(method, body, deadline, waited)
                 try:
                     return decode_response(method, await call.answer())
                 finally:
@@ -238,8 +238,7 @@ class Client:
             while True:
                 connection = await self._usable(wait=method.idempotent)
                 try:
-                    await connection.place()
-                    return connection.stream(method, body)
+                    return connection.stream(method, body, await connection.place())
                 except Unavailable:
                     if not method.idempotent or self._closed:
                         raise

@@ -10,6 +10,7 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import Mapping
+from time import monotonic
 from typing import TypeVar
 
 import anyio
@@ -31,6 +32,7 @@ from .interface import (
 )
 from .stats import MethodStats
 from .tls import is_certificate_problem
+from .trace import outgoing_trace
 
 REFUSALS: Mapping[str, type[RpcError]] = {
     "InterfaceMismatch": InterfaceMismatch,
@@ -46,12 +48,13 @@ AnyCall = TypeVar("AnyCall", bound="Outgoing")
 class Outgoing:
     """A call in flight, as its owner sees it."""
 
-    __slots__ = ("_connection", "abandoned", "id", "method")
+    __slots__ = ("_connection", "abandoned", "begun", "id", "method")
 
     def __init__(self, connection: Connection, call_id: int, method: Method) -> None:
         self.id = call_id
         self.method = method
         self.abandoned = False
+        self.begun = monotonic()
         self._connection = connection
 
     def push(self, header: Header, payload: Payload) -> None:
@@ -212,28 +215,30 @@ class Connection:
         slots.acquire_nowait()
         return True
 
-    async def place(self) -> None:
-        """Wait for a place. Raises Unavailable if the connection is lost."""
+    async def place(self) -> float:
+        """Wait for a place; returns for how long, in seconds. Raises Unavailable if the connection is lost."""
         assert self._slots is not None, "calls come after handshake()"
+        since = monotonic()
         await self._slots.acquire()
         try:
             await self.channel.ready()
         except BaseException:
             self._slots.release()
             raise
+        return monotonic() - since
 
-    def unary(self, method: Method, body: bytes, deadline: float) -> UnaryCall:
+    def unary(self, method: Method, body: bytes, deadline: float, waited: float = 0.0) -> UnaryCall:
         """Send a call, for which there must be a place; its owner must `close()` it.
 
         Raises:
             DeadlineExceeded: it was not sent, the deadline (on the loop's clock) has passed.
             FrameTooLarge: it was not sent.
         """
-        return self._begun(UnaryCall(self, self._send(method, body, deadline), method), body)
+        return self._begun(UnaryCall(self, self._send(method, body, deadline), method), body, waited)
 
-    def stream(self, method: Method, body: bytes) -> StreamCall:
+    def stream(self, method: Method, body: bytes, waited: float) -> StreamCall:
         """As unary(), for a stream, which has no deadline."""
-        return self._begun(StreamCall(self, self._send(method, body, math.inf), method), body)
+        return self._begun(StreamCall(self, self._send(method, body, math.inf), method), body, waited)
 
     def _send(self, method: Method, body: bytes, deadline: float) -> int:
         self._last_id += 1
@@ -243,7 +248,9 @@ class Connection:
                 timeout = deadline - asyncio.get_running_loop().time()
                 if timeout <= 0:
                     raise DeadlineExceeded(f"{self._description.name}.{method.name}: no time was left to begin")
-            self.channel.send(frames.Call(self._last_id, method.name, timeout), body, urgent=not self.calls)
+            self.channel.send(
+                frames.Call(self._last_id, method.name, timeout, outgoing_trace()), body, urgent=not self.calls
+            )
         except BaseException:
             self._release()
             raise
@@ -253,11 +260,10 @@ class Connection:
         if self._slots is not None:
             self._slots.release()
 
-    def _begun(self, call: AnyCall, body: bytes) -> AnyCall:
+    def _begun(self, call: AnyCall, body: bytes, waited: float) -> AnyCall:
         self.calls[call.id] = call
         stats = self._stats[call.method.name]
-        stats.calls += 1
-        stats.in_flight += 1
+        stats.begin(waited)
         stats.bytes_sent += len(body)
         return call
 
@@ -307,9 +313,7 @@ class Connection:
 
     def _forget(self, call: Outgoing, failed: bool) -> None:
         del self.calls[call.id]
-        stats = self._stats[call.method.name]
-        stats.in_flight -= 1
-        stats.failures += failed
+        self._stats[call.method.name].end(monotonic() - call.begun, failed)
         self._release()
 
     def _on_frame(self, header: Header, payload: Payload) -> None:

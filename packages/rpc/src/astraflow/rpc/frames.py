@@ -63,11 +63,15 @@ class Refusal(msgspec.Struct, frozen=True, array_like=True, tag=3):
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """Client: run a method. `timeout` in seconds from now (None: no deadline). Exactly one final frame answers it."""
+    """Client: run a method. `timeout` in seconds from now (None: no deadline), `trace` says what it is part of.
+
+    Exactly one final frame answers it.
+    """
 
     id: int
     method: str
     timeout: float | None = None
+    trace: str = ""
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=5):

@@ -14,6 +14,7 @@ import ssl
 import traceback
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from time import monotonic
 from typing import Any
 
 import anyio
@@ -37,6 +38,7 @@ from .schema import Table, differences
 from .stats import MethodStats
 from .tls import Tls, explain, server_context
 from .token import Token, is_one_of, read_tokens
+from .trace import enter_trace
 
 MAX_CONNECTIONS = 4096
 MAX_STRANGERS = 512
@@ -234,7 +236,9 @@ class Running:
 
     def __init__(self, call: frames.Call, method: Method, deadline: float) -> None:
         self.id = call.id
+        self.trace = call.trace
         self.method = method
+        self.arrived = monotonic()
         self.scope = anyio.CancelScope(deadline=deadline)
         self.cancelled = False
         self.window = Window() if method.stream else None
@@ -367,17 +371,17 @@ class ServerConnection:
 
     async def _handle(self, running: Running, payload: Payload) -> None:
         stats = self.server.stats[running.method.name]
-        stats.calls += 1
-        stats.in_flight += 1
+        begun = monotonic()
+        stats.begin(begun - running.arrived)
         stats.bytes_received += len(payload)
+        enter_trace(running.trace)
         failure: FailureBody | None = None
         try:
             failure = await self._answer(running, payload)
         except asyncio.CancelledError:  # not ours, it leaked out of the handler
             failure = FailureBody("cancelled", message="the handler was cancelled")
         finally:
-            stats.in_flight -= 1
-            stats.failures += failure is not None
+            stats.end(monotonic() - begun, failure is not None)
             del self.calls[running.id]
             if failure is not None:
                 self._fail(running.id, failure)
