@@ -18,8 +18,9 @@ import sys
 import tempfile
 import time
 from collections import defaultdict, deque
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,11 +32,12 @@ import uvloop
 from astraflow.rpc import connect, serve, strict
 
 ROUNDS = 11
-LATENCY_CALLS = 300
-THROUGHPUT_CALLS = 2560
+ROUND = 0.15
+"""Seconds for each contender's latency, and again for its throughput."""
+
 CONCURRENT = 64
 STREAM_BYTES = 256 << 20
-STREAM_ROUNDS = 7
+STREAM_ROUNDS = 9
 LOCAL_CALLS = 2000
 REPORT = Path(__file__).parent.parent / "docs" / "benchmarks" / "rpc.md"
 
@@ -78,7 +80,7 @@ Call = Callable[[], Awaitable[object]]
 encode = msgspec.msgpack.Encoder().encode
 decode = msgspec.msgpack.Decoder(Message).decode
 
-# --- grpc.aio: generic handlers, the same msgpack as messages ----------------------------------------------------------
+# --- grpc.aio: generic handlers, the same msgpack as messages --------------------------------------------------------
 
 
 class GrpcEcho(grpc.GenericRpcHandler):  # type: ignore[misc]
@@ -105,7 +107,7 @@ async def grpc_call(path: str) -> AsyncIterator[Call]:
         yield lambda: echo(MESSAGE, timeout=60)
 
 
-# --- a bare echo: bytes there and back, in order, nothing else ----------------------------------------------------------
+# --- a bare echo: bytes there and back, in order, nothing else -------------------------------------------------------
 
 
 class EchoServer(asyncio.Protocol):
@@ -151,7 +153,7 @@ async def echo_call(path: str) -> AsyncIterator[Call]:
     transport.close()
 
 
-# --- a raw socket: the same bytes in a loop of blocking calls -----------------------------------------------------------
+# --- a raw socket: the same bytes in a loop of blocking calls --------------------------------------------------------
 
 
 def serve_raw(path: str) -> None:
@@ -179,7 +181,7 @@ def read_raw(path: str, want: Want) -> None:
                 filled += connection.recv_into(item[filled:])
 
 
-# --- astraflow.rpc -----------------------------------------------------------------------------------------------------
+# --- astraflow.rpc ---------------------------------------------------------------------------------------------------
 
 
 async def serve_rpc(path: str) -> None:
@@ -193,7 +195,7 @@ async def read_rpc(proxy: Bench, want: Want) -> None:
         assert len(piece.data) == want.size
 
 
-# --- the run -----------------------------------------------------------------------------------------------------------
+# --- the run ---------------------------------------------------------------------------------------------------------
 
 SERVERS: dict[str, Callable[[str], Any]] = {
     "rpc": serve_rpc,
@@ -209,41 +211,50 @@ def announce() -> None:
 
 
 @contextmanager
-def process(kind: str, path: str) -> Any:
+def process(kind: str, path: str) -> Iterator[int]:
     command = [sys.executable, __file__, kind, path]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == b"ready\n", f"{kind} did not start"
         try:
-            yield
+            yield child.pid
         finally:
             child.terminate()
 
 
-async def latency(call: Call, calls: int) -> float:
+def cpu_time(child: int) -> float:
+    """Seconds of processor time of this process and a child."""
+    clock_of_child = (~child << 3) | 2  # clock_getcpuclockid(3), which Python lacks
+    return time.process_time() + time.clock_gettime(clock_of_child)
+
+
+async def latency(call: Call) -> float:
     """Median seconds of calls one after the other."""
     times = []
-    for _ in range(calls):
-        begin = time.perf_counter()
+    end = time.perf_counter() + ROUND
+    while (begin := time.perf_counter()) < end:
         await call()
         times.append(time.perf_counter() - begin)
     return statistics.median(times)
 
 
-async def throughput(call: Call, calls: int) -> float:
-    """Calls per second, CONCURRENT at a time."""
+async def throughput(call: Call, server: int) -> tuple[float, float]:
+    """Calls per second, CONCURRENT at a time, and the processor seconds each costs both sides together."""
+    calls = 0
+    begin, spent = time.perf_counter(), cpu_time(server)
 
     async def caller() -> None:
-        for _ in range(calls // CONCURRENT):
+        nonlocal calls
+        while time.perf_counter() < begin + ROUND:
             await call()
+            calls += 1
 
-    begin = time.perf_counter()
     await asyncio.gather(*(caller() for _ in range(CONCURRENT)))
-    return calls / (time.perf_counter() - begin)
+    return calls / (time.perf_counter() - begin), (cpu_time(server) - spent) / calls
 
 
-async def unary(paths: dict[str, str]) -> tuple[Figures, Figures]:
-    slow, fast = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
+async def unary(paths: dict[str, str], servers: dict[str, int]) -> tuple[Figures, Figures, Figures]:
+    slow, fast, cpu = (defaultdict[str, list[float]](list) for _ in range(3))
     async with AsyncExitStack() as stack:
         proxy = await stack.enter_async_context(connect(f"unix:{paths['rpc']}", Bench))
         calls: dict[str, Call] = {
@@ -253,28 +264,31 @@ async def unary(paths: dict[str, str]) -> tuple[Figures, Figures]:
         }
         for round_ in range(-1, ROUNDS):  # the first one warms up and does not count
             for name, call in calls.items():
-                figures = await latency(call, LATENCY_CALLS), await throughput(call, THROUGHPUT_CALLS)
+                seconds = await latency(call)
+                rate, work = await throughput(call, servers[name])
                 if round_ >= 0:
-                    slow[name].append(figures[0])
-                    fast[name].append(figures[1])
-    return slow, fast
+                    slow[name].append(seconds)
+                    fast[name].append(rate)
+                    cpu[name].append(work)
+    return slow, fast, cpu
 
 
-async def streams(paths: dict[str, str], size: int) -> Figures:
-    """Bytes per second."""
+async def streams(paths: dict[str, str], servers: dict[str, int], size: int) -> tuple[Figures, Figures]:
+    """Bytes per second, and bytes per processor second of both sides together."""
     want = Want(STREAM_BYTES // size, size)
-    found = defaultdict[str, list[float]](list)
+    fast, cheap = (defaultdict[str, list[float]](list) for _ in range(2))
     async with connect(f"unix:{paths['rpc']}", Bench) as proxy:
         for round_ in range(-1, STREAM_ROUNDS):
             for name in ("rpc", "raw"):
-                begin = time.perf_counter()
+                begin, spent = time.perf_counter(), cpu_time(servers[name])
                 if name == "rpc":
                     await read_rpc(proxy, want)
                 else:
                     read_raw(paths["raw"], want)  # blocks the loop, which has nothing else to do
                 if round_ >= 0:
-                    found[name].append(STREAM_BYTES / (time.perf_counter() - begin))
-    return found
+                    fast[name].append(STREAM_BYTES / (time.perf_counter() - begin))
+                    cheap[name].append(STREAM_BYTES / (cpu_time(servers[name]) - spent))
+    return fast, cheap
 
 
 async def local() -> Figures:
@@ -303,17 +317,22 @@ def row(name: str, figures: Figures, contenders: tuple[str, ...], scale: float, 
     return f"| {name} | {' | '.join(cells)} |"
 
 
-def report(slow: Figures, fast: Figures, flows: dict[int, Figures], here: Figures) -> str:
+def stream_rows(name: str, fast: Figures, cheap: Figures) -> Iterator[str]:
+    for unit, figures, bar in (("second", fast, "≥ 0.60"), ("processor second, both sides", cheap, "")):
+        cells = row(f"{name}, per {unit}", figures, ("rpc", "raw"), 1 / (1 << 20), 0)
+        yield f"{cells} {ratio(figures, 'rpc', 'raw')} | {bar} |"
+
+
+def report(slow: Figures, fast: Figures, cpu: Figures, flows: dict[int, tuple[Figures, Figures]], here: Figures) -> str:
     three = ("rpc", "grpc.aio", "echo")
     lines = [
         "# rpc: what a call costs",
         "",
-        "Written by `uv run --group bench python benchmarks/rpc.py`; the script says what is measured. Medians of "
-        f"{ROUNDS} rounds",
-        f"({STREAM_ROUNDS} for streams) in which the contenders take turns; ratios are taken within a round, their range "
-        "in brackets.",
-        f"Python {platform.python_version()}, uvloop {uvloop.__version__}, grpcio {grpc.__version__}, "
-        f"{os.cpu_count()} cores of {platform.machine()}, Linux; other programs ran beside it.",
+        "Written by `uv run --group bench python benchmarks/rpc.py`; the script says what is measured.",
+        f"Medians of {ROUNDS} rounds ({STREAM_ROUNDS} for streams) in which the contenders take turns.",
+        "Ratios are taken within a round; their lowest and highest in brackets.",
+        f"Python {platform.python_version()}, uvloop {version('uvloop')}, grpcio {version('grpcio')}, "
+        f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} at the end.",
         "",
         "## Unary calls over a Unix socket",
         f"The same {len(encode(MESSAGE))} bytes of msgpack there and back; the echo decodes nothing.",
@@ -322,24 +341,22 @@ def report(slow: Figures, fast: Figures, flows: dict[int, Figures], here: Figure
         "|---|---:|---:|---:|",
         row("latency, µs", slow, three, 1e6, 0),
         row(f"calls/s, {CONCURRENT} at a time", fast, three, 1, 0),
+        row("processor time per call then, both sides, µs", cpu, three, 1e6, 0),
         "",
         "| ratio | | bar |",
         "|---|---|---|",
         f"| latency, grpc.aio / rpc | {ratio(slow, 'grpc.aio', 'rpc')} | ≥ 5 |",
         f"| calls/s, rpc / grpc.aio | {ratio(fast, 'rpc', 'grpc.aio')} | ≥ 10 |",
+        f"| processor time, grpc.aio / rpc | {ratio(cpu, 'grpc.aio', 'rpc')} | |",
         f"| latency, rpc / echo | {ratio(slow, 'rpc', 'echo')} | |",
         f"| calls/s, rpc / echo | {ratio(fast, 'rpc', 'echo')} | |",
         "",
         "## Streams over a Unix socket",
         f"{STREAM_BYTES >> 20} MiB in items; the raw socket is a loop of blocking `sendall` and `recv_into`.",
         "",
-        "| MiB/s | astraflow.rpc | raw socket | ratio | bar |",
+        "| MiB | astraflow.rpc | raw socket | ratio | bar |",
         "|---|---:|---:|---|---|",
-        *(
-            f"{row(f'items of {size >> 20} MiB', figures, ('rpc', 'raw'), 1 / (1 << 20), 0)} "
-            f"{ratio(figures, 'rpc', 'raw')} | ≥ 0.60 |"
-            for size, figures in flows.items()
-        ),
+        *(line for size, figures in flows.items() for line in stream_rows(f"items of {size >> 20} MiB", *figures)),
         "",
         "## In process",
         "",
@@ -355,12 +372,12 @@ def report(slow: Figures, fast: Figures, flows: dict[int, Figures], here: Figure
 async def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         paths = {kind: f"{directory}/{kind}" for kind in SERVERS}
-        with process("rpc", paths["rpc"]), process("grpc.aio", paths["grpc.aio"]):
-            with process("echo", paths["echo"]), process("raw", paths["raw"]):
-                slow, fast = await unary(paths)
-                flows = {size: await streams(paths, size) for size in (1 << 20, 8 << 20)}
+        with ExitStack() as stack:
+            servers = {kind: stack.enter_context(process(kind, path)) for kind, path in paths.items()}
+            calls = await unary(paths, servers)
+            flows = {size: await streams(paths, servers, size) for size in (1 << 20, 8 << 20)}
         here = await local()
-    text = report(slow, fast, flows, here)
+    text = report(*calls, flows, here)
     REPORT.parent.mkdir(parents=True, exist_ok=True)
     REPORT.write_text(text)
     print(text)

@@ -67,7 +67,7 @@ class Channel(asyncio.BufferedProtocol):
         self._resumed = asyncio.Event()
         self._heard = False
         self._greeted = False
-        self._unsent: list[bytes] = []
+        self._unsent: list[Payload] = []
         self._unsent_size = 0
 
     # --- asyncio's side ------------------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ class Channel(asyncio.BufferedProtocol):
         if self.closing.is_set():
             raise Unavailable(self.reason)
 
-    def send(self, header: Header, payload: bytes = b"", urgent: bool = True) -> None:
+    def send(self, header: Header, payload: Payload = b"", urgent: bool = True) -> None:
         """Write one frame; on a closing connection it is dropped. What is not `urgent` may wait for the loop's next
         turn, so that many small frames become one write.
 
@@ -215,6 +215,7 @@ class Channel(asyncio.BufferedProtocol):
                 return
             else:
                 silent += 1
+                self.reader.rest()
                 if self.writable:
                     self.send(Ping())
             self._heard, unsent = False, self._backlog()

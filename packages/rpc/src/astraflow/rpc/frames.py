@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from .buffers import Buffers
 from .interface import FrameTooLarge, ProtocolError
 
 VERSION = 1
@@ -126,7 +127,8 @@ Header = Hello | Welcome | Refusal | Call | Cancel | Credit | Item | Result | En
 _length = struct.Struct(">I")
 _sizes = struct.Struct(">IH")
 _decode_header = msgspec.msgpack.Decoder[Any](Header).decode
-encode = msgspec.msgpack.Encoder().encode
+_encoder = msgspec.msgpack.Encoder()
+encode, encode_into = _encoder.encode, _encoder.encode_into
 
 
 def cost(payload: Payload) -> int:
@@ -156,6 +158,7 @@ class FrameReader:
         self._scratch = memoryview(bytearray(SCRATCH))
         self._start = self._end = 0
         self._large: memoryview | None = None
+        self._buffers = Buffers()
         self._filled = 0
 
     def buffer(self) -> memoryview:
@@ -178,24 +181,26 @@ class FrameReader:
                 header, payload = _head(frame, 4, len(frame))
                 yield header, frame[payload:]
             return
-        self._end += count
+        scratch, end = self._scratch, self._end + count
+        self._end = end
         length = 0
-        while self._end - self._start >= 4:
-            (length,) = _length.unpack_from(self._scratch, self._start)
+        while end - self._start >= 4:
+            (length,) = _length.unpack_from(scratch, self._start)
             if length > self.max_frame:
                 raise _too_large(length, self.max_frame)
-            start, stop = self._start + 4, self._start + 4 + length
-            if stop > self._end:
+            start = self._start + 4
+            stop = start + length
+            if stop > end:
                 break
             self._start = stop
-            header, payload = _head(self._scratch, start, stop)
-            yield header, bytes(self._scratch[payload:stop])
+            header, payload = _head(scratch, start, stop)
+            yield header, bytes(scratch[payload:stop])
         self._make_room(length)
 
     def _make_room(self, length: int) -> None:
         pending = self._end - self._start
         if pending >= 4 and 4 + length > SCRATCH:
-            self._large = _allocate(4 + length)
+            self._large = self._allocate(4 + length)
             self._filled = pending
             self._large[:pending] = self._scratch[self._start : self._end]
             pending = 0
@@ -203,19 +208,22 @@ class FrameReader:
             self._scratch[:pending] = bytes(self._scratch[self._start : self._end])
         self._start, self._end = 0, pending
 
+    def _allocate(self, length: int) -> memoryview:
+        # Clearing a large buffer at once would block the loop, and a peer that only announces would cost its memory:
+        # anonymous pages come as the bytes do.
+        if length > 16 << 20:
+            return memoryview(mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+        return memoryview(self._buffers.take(length))[:length]
+
+    def rest(self) -> None:
+        """Let go of memory that was kept for frames to come."""
+        self._buffers.clear()
+
 
 def _too_large(length: int, limit: int) -> FrameTooLarge | ProtocolError:
     if length >> 16 in TLS_RECORDS:
         return ProtocolError("one side speaks TLS and the other does not: use tls:// on both, or tcp:// on both")
     return FrameTooLarge(f"a frame of {length} bytes exceeds the limit of {limit} bytes")
-
-
-def _allocate(length: int) -> memoryview:
-    # Clearing a large buffer at once would block the loop, and a peer that only announces would cost its memory:
-    # anonymous pages come as the bytes do. Below, the allocator's warm memory is three times faster.
-    if length > 16 << 20:
-        return memoryview(mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
-    return memoryview(bytearray(length))
 
 
 def _head(buffer: memoryview, start: int, stop: int) -> tuple[Header, int]:

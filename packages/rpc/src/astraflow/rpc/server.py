@@ -32,7 +32,7 @@ from .failures import FailureBody, failure_of
 from .frames import DECODE_ERRORS, Header, Payload
 from .inproc import handed_over
 from .interface import FrameTooLarge, ProtocolError
-from .invoke import closing, decode_request, encode_response, invoke
+from .invoke import ItemEncoder, closing, decode_request, encode_response, invoke
 from .listener import accept_all, hang_up, name_of
 from .schema import Table, differences
 from .stats import MethodStats
@@ -234,6 +234,8 @@ class Window:
 class Running:
     """A call in flight. Its `scope` ends the handler, however deep in a wait, and keeps at it until it has ended."""
 
+    __slots__ = ("arrived", "cancelled", "id", "method", "scope", "task", "trace", "window")
+
     def __init__(self, call: frames.Call, method: Method, deadline: float) -> None:
         self.id = call.id
         self.trace = call.trace
@@ -334,9 +336,10 @@ class ServerConnection:
         return True
 
     def _on_frame(self, header: Header, payload: Payload) -> None:
+        if isinstance(header, frames.Call) and self._greeted:
+            self._start(header, payload)
+            return
         match header:
-            case frames.Call() if self._greeted:
-                self._start(header, payload)
             case frames.Cancel():
                 if header.id in self.calls:
                     self.calls[header.id].cancel()
@@ -397,7 +400,8 @@ class ServerConnection:
                     await self._pump(running, running.window, request)
                 else:
                     body = encode_response(method, await invoke(self.server.impl, method, request))
-                await self.channel.ready()
+                if not self.channel.writable:
+                    await self.channel.ready()
             if scope.cancelled_caught:
                 return self._cut_short(running)
             if method.stream:
@@ -424,9 +428,10 @@ class ServerConnection:
 
     async def _pump(self, running: Running, window: Window, request: object) -> None:
         """Send a stream's items as fast as the client consumes them."""
+        encoder = ItemEncoder(running.method)
         async with closing(invoke(self.server.impl, running.method, request)) as items:
             async for item in items:
-                body = encode_response(running.method, item)
+                body = encoder.encode(item)
                 await window.wait()
                 await self.channel.ready()
                 self.channel.send(frames.Item(running.id), body)
