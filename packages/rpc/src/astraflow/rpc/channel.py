@@ -25,6 +25,7 @@ from .frames import (
     encode_head,
 )
 from .interface import FrameTooLarge, ProtocolError, Unavailable
+from .tls import explain
 
 WRITE_HIGH_WATER = 1 << 20
 JOIN_BELOW = 1 << 16
@@ -40,16 +41,16 @@ class Channel(asyncio.BufferedProtocol):
     """Frames over a transport.
 
     `on_frame` is called with each frame, and may raise ProtocolError to refuse the peer. `closing` is set once no
-    more frames are sent or handled, `lost` when the transport is gone; `reason` then says why. While `writable` is
-    false a message must wait in `ready()`. `on_made` is called when the transport is there, `on_closing` once when
-    `closing` is set.
+    more frames are sent or handled, `lost` when the transport is gone; `reason` then says why, and `error` what the
+    transport failed with. While `writable` is false a message must wait in `ready()`. `on_closing` is called once when
+    `closing` is set. `peer` is for the log.
     """
 
     def __init__(
         self,
         on_frame: Callable[[Header, Payload], None],
         on_closing: Callable[[], None],
-        on_made: Callable[[], None] = lambda: None,
+        peer: str,
     ) -> None:
         self.reader = FrameReader(HANDSHAKE_LIMIT)
         self.send_limit = HANDSHAKE_LIMIT
@@ -58,12 +59,14 @@ class Channel(asyncio.BufferedProtocol):
         self.lost = asyncio.Event()
         self.reason = ""
         self.refusal: Refusal | None = None
+        self.error: Exception | None = None
+        self.peer = peer
         self._on_frame = on_frame
         self._on_closing = on_closing
-        self._on_made = on_made
         self._transport: asyncio.Transport | None = None
         self._resumed = asyncio.Event()
         self._heard = False
+        self._greeted = False
         self._unsent: list[Payload] = []
         self._unsent_size = 0
 
@@ -72,7 +75,8 @@ class Channel(asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
         self._transport.set_write_buffer_limits(high=WRITE_HIGH_WATER)
-        self._on_made()
+        if self.closing.is_set():
+            self._transport.abort()
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self.reader.buffer()
@@ -106,7 +110,8 @@ class Channel(asyncio.BufferedProtocol):
         self._resumed.set()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._begin_closing(str(exc) if exc else "the connection was closed")
+        self.error = exc
+        self._begin_closing(explain(exc) if exc else "the connection was closed")
         self._forget_unsent()
         self.lost.set()
         self.resume_writing()
@@ -115,10 +120,17 @@ class Channel(asyncio.BufferedProtocol):
         if isinstance(header, Refusal):
             self.refusal = header
             self.close(f"refused by the peer: {header.message}")
+        elif not self._greeted:
+            raise ProtocolError(f"{type(header).__name__} before the greeting")
         elif isinstance(header, Ping) and self.writable:
             self.send(Pong())
 
     # --- our side ------------------------------------------------------------------------------------------------
+
+    def greeted(self, max_frame: int) -> None:
+        """The peer has said who it is: larger frames are taken from it, and pings."""
+        self._greeted = True
+        self.reader.max_frame = max_frame
 
     async def ready(self) -> None:
         """Wait until a message may be written. Raises Unavailable if the connection is or goes down."""
@@ -160,7 +172,7 @@ class Channel(asyncio.BufferedProtocol):
 
     def refuse(self, kind: RefusalKind, message: str) -> None:
         """Tell the peer why, and close."""
-        log.warning("peer refused", kind=kind, reason=message[:MAX_REASON])
+        log.warning("peer refused", peer=self.peer, kind=kind, reason=message[:MAX_REASON])
         self.send(Refusal(kind, message[:MAX_REASON]))
         self.close(message[:MAX_REASON])
 
@@ -170,6 +182,8 @@ class Channel(asyncio.BufferedProtocol):
         if self._transport is not None:
             self._flush()
             self._transport.close()
+        else:
+            self.lost.set()
 
     def abort(self, reason: str) -> None:
         """Close at once, unsent frames included."""

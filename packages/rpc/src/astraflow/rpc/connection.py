@@ -10,6 +10,7 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import Mapping
+from time import monotonic
 from typing import TypeVar
 
 import anyio
@@ -30,12 +31,15 @@ from .interface import (
     Unavailable,
 )
 from .stats import MethodStats
+from .tls import is_certificate_problem
+from .trace import outgoing_trace
 
 REFUSALS: Mapping[str, type[RpcError]] = {
     "InterfaceMismatch": InterfaceMismatch,
     "Unauthorized": Unauthorized,
     "ProtocolError": ProtocolError,
     "FrameTooLarge": FrameTooLarge,
+    "Busy": Unavailable,
 }
 
 AnyCall = TypeVar("AnyCall", bound="Outgoing")
@@ -44,12 +48,13 @@ AnyCall = TypeVar("AnyCall", bound="Outgoing")
 class Outgoing:
     """A call in flight, as its owner sees it."""
 
-    __slots__ = ("_connection", "abandoned", "id", "method")
+    __slots__ = ("_connection", "abandoned", "begun", "id", "method")
 
     def __init__(self, connection: Connection, call_id: int, method: Method) -> None:
         self.id = call_id
         self.method = method
         self.abandoned = False
+        self.begun = monotonic()
         self._connection = connection
 
     def push(self, header: Header, payload: Payload) -> None:
@@ -161,9 +166,9 @@ class Connection:
     """`retired` is set when no new call may begin here: the server said goodbye, or the connection is gone."""
 
     def __init__(
-        self, description: Description, stats: Mapping[str, MethodStats], max_frame: int, keepalive: float
+        self, peer: str, description: Description, stats: Mapping[str, MethodStats], max_frame: int, keepalive: float
     ) -> None:
-        self.channel = Channel(self._on_frame, self._on_closing)
+        self.channel = Channel(self._on_frame, self._on_closing, peer)
         self.calls: dict[int, Outgoing] = {}
         self.retired = asyncio.Event()
         self._description = description
@@ -175,7 +180,7 @@ class Connection:
         self._last_id = 0
         self._timer: asyncio.TimerHandle | None = None
 
-    async def handshake(self, token: str | None) -> None:
+    async def handshake(self, token: str) -> None:
         """Introduce us.
 
         Raises:
@@ -183,14 +188,16 @@ class Connection:
             Unavailable: the connection was lost.
         """
         table = frames.encode(self._description.table)
-        hello = frames.Hello(frames.VERSION, self._description.fingerprint, self._max_frame, token or "")
+        hello = frames.Hello(frames.VERSION, self._description.fingerprint, self._max_frame, token)
         self.channel.send(hello, table)
         welcome = await self._welcome
         if welcome is None:
             refusal = self.channel.refusal
             if refusal is not None:
                 raise REFUSALS[refusal.kind](refusal.message)
-            raise Unavailable(self.channel.reason)
+            if is_certificate_problem(self.channel.error):
+                raise Unauthorized(self.channel.reason)
+            raise Unavailable(f"{self.channel.reason} before it said welcome")
         self._slots = anyio.Semaphore(welcome.max_calls, fast_acquire=True)
 
     async def run(self) -> None:
@@ -208,28 +215,30 @@ class Connection:
         slots.acquire_nowait()
         return True
 
-    async def place(self) -> None:
-        """Wait for a place. Raises Unavailable if the connection is lost."""
+    async def place(self) -> float:
+        """Wait for a place; returns for how long, in seconds. Raises Unavailable if the connection is lost."""
         assert self._slots is not None, "calls come after handshake()"
+        since = monotonic()
         await self._slots.acquire()
         try:
             await self.channel.ready()
         except BaseException:
             self._slots.release()
             raise
+        return monotonic() - since
 
-    def unary(self, method: Method, body: bytes, deadline: float) -> UnaryCall:
+    def unary(self, method: Method, body: bytes, deadline: float, waited: float = 0.0) -> UnaryCall:
         """Send a call, for which there must be a place; its owner must `close()` it.
 
         Raises:
             DeadlineExceeded: it was not sent, the deadline (on the loop's clock) has passed.
             FrameTooLarge: it was not sent.
         """
-        return self._begun(UnaryCall(self, self._send(method, body, deadline), method), body)
+        return self._begun(UnaryCall(self, self._send(method, body, deadline), method), body, waited)
 
-    def stream(self, method: Method, body: bytes) -> StreamCall:
+    def stream(self, method: Method, body: bytes, waited: float) -> StreamCall:
         """As unary(), for a stream, which has no deadline."""
-        return self._begun(StreamCall(self, self._send(method, body, math.inf), method), body)
+        return self._begun(StreamCall(self, self._send(method, body, math.inf), method), body, waited)
 
     def _send(self, method: Method, body: bytes, deadline: float) -> int:
         self._last_id += 1
@@ -239,7 +248,9 @@ class Connection:
                 timeout = deadline - asyncio.get_running_loop().time()
                 if timeout <= 0:
                     raise DeadlineExceeded(f"{self._description.name}.{method.name}: no time was left to begin")
-            self.channel.send(frames.Call(self._last_id, method.name, timeout), body, urgent=not self.calls)
+            self.channel.send(
+                frames.Call(self._last_id, method.name, timeout, outgoing_trace()), body, urgent=not self.calls
+            )
         except BaseException:
             self._release()
             raise
@@ -249,11 +260,10 @@ class Connection:
         if self._slots is not None:
             self._slots.release()
 
-    def _begun(self, call: AnyCall, body: bytes) -> AnyCall:
+    def _begun(self, call: AnyCall, body: bytes, waited: float) -> AnyCall:
         self.calls[call.id] = call
         stats = self._stats[call.method.name]
-        stats.calls += 1
-        stats.in_flight += 1
+        stats.begin(waited)
         stats.bytes_sent += len(body)
         return call
 
@@ -303,9 +313,7 @@ class Connection:
 
     def _forget(self, call: Outgoing, failed: bool) -> None:
         del self.calls[call.id]
-        stats = self._stats[call.method.name]
-        stats.in_flight -= 1
-        stats.failures += failed
+        self._stats[call.method.name].end(monotonic() - call.begun, failed)
         self._release()
 
     def _on_frame(self, header: Header, payload: Payload) -> None:
@@ -321,7 +329,7 @@ class Connection:
             case frames.Goodbye():
                 self.retired.set()
             case frames.Welcome() if not self._welcome.done():
-                self.channel.reader.max_frame = self._max_frame
+                self.channel.greeted(self._max_frame)
                 self.channel.send_limit = header.max_frame
                 self._welcome.set_result(header)
             case _:

@@ -29,11 +29,14 @@ HANDSHAKE_LIMIT = 1 << 18
 STREAM_WINDOW = 16 << 20
 ITEM_OVERHEAD = 256
 
+TLS_RECORDS = (0x1503, 0x1603)
+"""How a TLS alert and a TLS handshake begin."""
+
 Payload = bytes | memoryview
 DECODE_ERRORS = (msgspec.DecodeError, ValueError, RecursionError)
 
 
-RefusalKind = Literal["InterfaceMismatch", "Unauthorized", "ProtocolError", "FrameTooLarge"]
+RefusalKind = Literal["InterfaceMismatch", "Unauthorized", "ProtocolError", "FrameTooLarge", "Busy"]
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
@@ -61,11 +64,15 @@ class Refusal(msgspec.Struct, frozen=True, array_like=True, tag=3):
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """Client: run a method. `timeout` in seconds from now (None: no deadline). Exactly one final frame answers it."""
+    """Client: run a method. `timeout` in seconds from now (None: no deadline), `trace` says what it is part of.
+
+    Exactly one final frame answers it.
+    """
 
     id: int
     method: str
     timeout: float | None = None
+    trace: str = ""
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=5):
@@ -180,7 +187,7 @@ class FrameReader:
         while end - self._start >= 4:
             (length,) = _length.unpack_from(scratch, self._start)
             if length > self.max_frame:
-                raise FrameTooLarge(f"a frame of {length} bytes exceeds the limit of {self.max_frame} bytes")
+                raise _too_large(length, self.max_frame)
             start = self._start + 4
             stop = start + length
             if stop > end:
@@ -211,6 +218,12 @@ class FrameReader:
     def rest(self) -> None:
         """Let go of memory that was kept for frames to come."""
         self._buffers.clear()
+
+
+def _too_large(length: int, limit: int) -> FrameTooLarge | ProtocolError:
+    if length >> 16 in TLS_RECORDS:
+        return ProtocolError("one side speaks TLS and the other does not: use tls:// on both, or tcp:// on both")
+    return FrameTooLarge(f"a frame of {length} bytes exceeds the limit of {limit} bytes")
 
 
 def _head(buffer: memoryview, start: int, stop: int) -> tuple[Header, int]:

@@ -7,11 +7,14 @@ its deadline or the server. What a peer sends is checked before anything is run.
 from __future__ import annotations
 
 import asyncio
-import hmac
+import functools
 import math
+import socket
+import ssl
 import traceback
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from time import monotonic
 from typing import Any
 
 import anyio
@@ -21,17 +24,24 @@ import structlog
 from anyio.abc import TaskGroup
 
 from . import frames
-from .address import Address, UnixAddress, UnixPath, bind, parse
+from .address import HOW_TO_MAKE, Address, InprocAddress, TlsAddress, UnixAddress, UnixPath, bind, is_loopback, parse
 from .background import background
-from .channel import Channel
+from .channel import CLOSE_TIMEOUT, Channel
 from .describe import Description, Method, describe
 from .failures import FailureBody, failure_of
 from .frames import DECODE_ERRORS, Header, Payload
+from .inproc import handed_over
 from .interface import FrameTooLarge, ProtocolError
 from .invoke import ItemEncoder, closing, decode_request, encode_response, invoke
+from .listener import accept_all, hang_up, name_of
 from .schema import Table, differences
 from .stats import MethodStats
+from .tls import Tls, explain, server_context
+from .token import Token, is_one_of, read_tokens
+from .trace import enter_trace
 
+MAX_CONNECTIONS = 4096
+MAX_STRANGERS = 512
 MAX_CALLS = 1024
 HANDSHAKE_TIMEOUT = 10.0
 MAX_DIFFERENCES = 20
@@ -49,21 +59,28 @@ class Server:
         impl: object,
         description: Description,
         address: Address,
-        token: str | None,
+        *,
+        context: ssl.SSLContext | None,
+        token: Token | None,
         max_frame: int,
+        max_connections: int,
         keepalive: float,
     ) -> None:
         self.impl = impl
         self.description = description
         self.bound = address
+        self.context = context
         self.token = token
         self.max_frame = max_frame
+        self.max_connections = max_connections
         self.keepalive = keepalive
         self.draining = False
         self.stats = {name: MethodStats() for name in description.methods}
         self.connections: set[ServerConnection] = set()
+        self._strangers: dict[ServerConnection, None] = {}
         self._changed = asyncio.Event()
         self._tasks: TaskGroup | None = None
+        self._accepting = anyio.CancelScope()
 
     @property
     def address(self) -> str:
@@ -73,22 +90,31 @@ class Server:
         """Figures by method; the live objects."""
         return self.stats
 
-    async def run(self, started: asyncio.Event) -> None:
+    async def run(self, listener: socket.socket, started: asyncio.Event) -> None:
         async with anyio.create_task_group() as self._tasks:
-            started.set()
+            with self._accepting, listener:
+                started.set()
+                await accept_all(listener, self._take)
             await anyio.sleep_forever()
 
-    def accept(self) -> Channel:
-        return ServerConnection(self).channel
+    def stop_accepting(self) -> None:
+        self._accepting.cancel()
 
-    def adopt(self, connection: ServerConnection) -> None:
-        if self._tasks is None or self.draining:
-            connection.channel.abort("the server is closing")
-            return
+    def _take(self, accepted: socket.socket) -> None:
+        assert self._tasks is not None, "sockets are accepted while the server runs"
+        if len(self._strangers) >= MAX_STRANGERS:
+            next(iter(self._strangers)).drop(f"more than {MAX_STRANGERS} connections have not said who they are")
+        connection = ServerConnection(self, name_of(accepted))
+        self._strangers[connection] = None
+        self._tasks.start_soon(connection.run, accepted, name=f"connection to {self.address}")
+
+    def admit(self, connection: ServerConnection) -> None:
+        """The connection has said who it is."""
+        self._strangers.pop(connection, None)
         self.connections.add(connection)
-        self._tasks.start_soon(connection.run, name=f"connection to {self.address}")
 
     def forget(self, connection: ServerConnection) -> None:
+        self._strangers.pop(connection, None)
         self.connections.discard(connection)
         self._changed.set()
 
@@ -112,52 +138,80 @@ async def serve(
     interface: Callable[..., Any],
     address: str,
     *,
-    token: str | None = None,
+    tls: Tls | None = None,
+    token: Token | None = None,
     max_frame: int = frames.MAX_FRAME,
+    max_connections: int = MAX_CONNECTIONS,
     drain_timeout: float = 5.0,
     keepalive: float = 10.0,
 ) -> AsyncIterator[Server]:
-    """Serve `impl` as `interface` (a Protocol class) at `unix:PATH` or `tcp://host:port` while the body runs.
+    """Serve `impl` as `interface` (a Protocol class) at an address: `inproc:NAME`, `unix:PATH`, `tcp://…` or `tls://…`.
 
-    The socket listens before the body starts; `server.address` is what to announce. At the end of the body no new
-    calls are taken, those in flight get `drain_timeout` seconds and are then cancelled; if the body raised they are
-    cancelled at once. A peer that has been silent for 3 × `keepalive` seconds is dropped.
+    It is served while the body runs. The socket listens before the body starts; `server.address` is what to announce.
+    At the end of the body no new calls are taken, those in flight get `drain_timeout` seconds and are then cancelled;
+    if the body raised they are cancelled at once. A peer that has been silent for 3 × `keepalive` seconds is dropped.
 
     Args:
-        token: what clients must present; None asks for nothing.
+        tls: certificate files, for a tls:// address.
+        token: what clients must present; None asks for nothing, which only loopback and Unix sockets may.
         max_frame: largest message taken, in bytes.
+        max_connections: clients at a time; further ones are refused with `Unavailable`.
 
     Raises:
-        ValueError: the address is malformed or not on this machine.
+        ValueError: the address is malformed, not safe to listen at, or `tls` or `token` is not usable.
         TypeError: `interface` cannot be served, or `impl` is not one.
-        OSError: the address cannot be bound.
+        OSError: the address cannot be bound, or a file cannot be read.
     """
     description = describe(interface)
     description.check(impl)
-    listener, bound = await anyio.to_thread.run_sync(bind, parse(address))
+    where = parse(address)
+    context = await anyio.to_thread.run_sync(_protection, where, tls, token)
+    make = functools.partial(
+        Server,
+        impl,
+        description,
+        context=context,
+        token=token,
+        max_frame=max_frame,
+        max_connections=max_connections,
+        keepalive=keepalive,
+    )
+    if isinstance(where, InprocAddress):
+        with handed_over(where, impl, description):
+            yield make(where)
+        return
+    listener, bound = await anyio.to_thread.run_sync(bind, where)
     path = UnixPath(bound.path) if isinstance(bound, UnixAddress) else None
-    server = Server(impl, description, bound, token, max_frame, keepalive)
-    started = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    async with background(lambda: server.run(started)):
+    server, started = make(bound), asyncio.Event()
+    async with background(lambda: server.run(listener, started)):
         await started.wait()
-        if path is None:
-            acceptor = await loop.create_server(server.accept, sock=listener)
-        else:
-            acceptor = await loop.create_unix_server(server.accept, sock=listener)
         try:
             yield server
-            _stop_listening(acceptor, path)
+            _stop_listening(server, path)
             await server.drain(drain_timeout)
         finally:
-            _stop_listening(acceptor, path)
+            _stop_listening(server, path)
             server.draining = True
 
 
-def _stop_listening(acceptor: asyncio.AbstractServer, path: UnixPath | None) -> None:
+def _stop_listening(server: Server, path: UnixPath | None) -> None:
     if path is not None:
         path.remove()
-    acceptor.close()
+    server.stop_accepting()
+
+
+def _protection(address: Address, tls: Tls | None, token: Token | None) -> ssl.SSLContext | None:
+    """The TLS context of a listener. Raises ValueError if it would not be safe there."""
+    if token is not None:
+        read_tokens(token)
+    if not isinstance(address, TlsAddress):
+        if tls is not None:
+            raise ValueError(f"{address} is not encrypted, tls= is for a tls:// address")
+        return None
+    missing = [name for name, value in (("TLS certificates", tls), ("a token", token)) if value is None]
+    if tls is None or (token is None and not is_loopback(address.host)):
+        raise ValueError(f"{address}: refusing to listen there without {' and '.join(missing)}. {HOW_TO_MAKE}")
+    return server_context(tls)
 
 
 class Window:
@@ -180,11 +234,13 @@ class Window:
 class Running:
     """A call in flight. Its `scope` ends the handler, however deep in a wait, and keeps at it until it has ended."""
 
-    __slots__ = ("cancelled", "id", "method", "scope", "task", "window")
+    __slots__ = ("arrived", "cancelled", "id", "method", "scope", "task", "trace", "window")
 
     def __init__(self, call: frames.Call, method: Method, deadline: float) -> None:
         self.id = call.id
+        self.trace = call.trace
         self.method = method
+        self.arrived = monotonic()
         self.scope = anyio.CancelScope(deadline=deadline)
         self.cancelled = False
         self.window = Window() if method.stream else None
@@ -201,22 +257,23 @@ class ServerConnection:
     Bare tasks, since a task group's cost half of a small call; what it is for, `_finish_calls` does.
     """
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Server, peer: str) -> None:
         self.server = server
-        self.channel = Channel(self._on_frame, self._on_closing, lambda: server.adopt(self))
+        self.channel = Channel(self._on_frame, self._on_closing, peer)
         self.calls: dict[int, Running] = {}
         self._hello: asyncio.Future[tuple[frames.Hello, Payload] | None] = asyncio.get_running_loop().create_future()
         self._greeted = False
         self._scope = anyio.CancelScope()
 
-    async def run(self) -> None:
+    async def run(self, accepted: socket.socket) -> None:
         """Greet, then keep the handlers of this connection until it closes."""
         channel = self.channel
         try:
             with self._scope:
                 with anyio.move_on_after(HANDSHAKE_TIMEOUT) as scope:
+                    await self._open(accepted)
                     hello = await self._hello
-                    self._greeted = hello is not None and self._greet(*hello)
+                    self._greeted = hello is not None and await self._greet(*hello)
                 if scope.cancelled_caught:
                     channel.refuse("ProtocolError", f"no greeting within {HANDSHAKE_TIMEOUT:g} s")
                 await channel.keep_alive(self.server.keepalive)
@@ -226,6 +283,24 @@ class ServerConnection:
             self.server.forget(self)
             if channel.refusal is not None:
                 log.warning("peer refused us", address=self.server.address, reason=channel.reason)
+
+    def drop(self, reason: str) -> None:
+        log.warning("peer dropped", peer=self.channel.peer, reason=reason)
+        self.channel.abort(reason)
+
+    async def _open(self, accepted: socket.socket) -> None:
+        """Make the channel of a socket, and TLS on it; a failure closes the channel."""
+        limits: dict[str, Any] = {}
+        if self.server.context is not None:
+            limits = {"ssl_handshake_timeout": HANDSHAKE_TIMEOUT, "ssl_shutdown_timeout": CLOSE_TIMEOUT}
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.connect_accepted_socket(lambda: self.channel, accepted, ssl=self.server.context, **limits)
+        except OSError as error:
+            self.drop(explain(error))
+        except asyncio.CancelledError:
+            hang_up(accepted)  # the loop would wait for the end of the handshake
+            raise
 
     def _on_closing(self) -> None:
         if not self._hello.done():
@@ -242,16 +317,22 @@ class ServerConnection:
             with anyio.CancelScope(shield=True):
                 await asyncio.wait(handlers)
 
-    def _greet(self, hello: frames.Hello, payload: Payload) -> bool:
+    async def _greet(self, hello: frames.Hello, payload: Payload) -> bool:
         """Welcome the client if it may speak and speaks our language; otherwise refuse it."""
-        description = self.server.description
-        refusal = _objection(hello, payload, description, self.server.token)
+        server, description = self.server, self.server.description
         self.channel.send_limit = max(hello.max_frame, frames.HANDSHAKE_LIMIT)
+        refusal = await _credentials_objection(hello, server.token) or _language_objection(hello, payload, description)
+        if refusal is None and (server.draining or len(server.connections) >= server.max_connections):
+            refusal = (
+                "Busy",
+                "the server is closing" if server.draining else "the server takes no more clients",
+            )
         if refusal is not None:
             self.channel.refuse(*refusal)
             return False
-        self.channel.reader.max_frame = self.server.max_frame
-        self.channel.send(frames.Welcome(description.fingerprint, self.server.max_frame, MAX_CALLS))
+        server.admit(self)
+        self.channel.greeted(server.max_frame)
+        self.channel.send(frames.Welcome(description.fingerprint, server.max_frame, MAX_CALLS))
         return True
 
     def _on_frame(self, header: Header, payload: Payload) -> None:
@@ -293,17 +374,17 @@ class ServerConnection:
 
     async def _handle(self, running: Running, payload: Payload) -> None:
         stats = self.server.stats[running.method.name]
-        stats.calls += 1
-        stats.in_flight += 1
+        begun = monotonic()
+        stats.begin(begun - running.arrived)
         stats.bytes_received += len(payload)
+        enter_trace(running.trace)
         failure: FailureBody | None = None
         try:
             failure = await self._answer(running, payload)
         except asyncio.CancelledError:  # not ours, it leaked out of the handler
             failure = FailureBody("cancelled", message="the handler was cancelled")
         finally:
-            stats.in_flight -= 1
-            stats.failures += failure is not None
+            stats.end(monotonic() - begun, failure is not None)
             del self.calls[running.id]
             if failure is not None:
                 self._fail(running.id, failure)
@@ -362,11 +443,23 @@ class ServerConnection:
         self.channel.send(frames.Failure(call_id), frames.encode(failure))
 
 
-def _objection(
-    hello: frames.Hello, payload: Payload, ours: Description, token: str | None
-) -> tuple[frames.RefusalKind, str] | None:
-    if token is not None and not hmac.compare_digest(hello.token.encode(), token.encode()):
+Objection = tuple[frames.RefusalKind, str]
+
+
+async def _credentials_objection(hello: frames.Hello, token: Token | None) -> Objection | None:
+    if token is None:
+        return None
+    try:
+        tokens = await anyio.to_thread.run_sync(read_tokens, token)
+    except (OSError, ValueError) as error:
+        log.error("nobody can be let in: the token cannot be read", reason=str(error))
+        return "Unauthorized", "the server cannot read its token"
+    if not is_one_of(hello.token, tokens):
         return "Unauthorized", "the token is wrong" if hello.token else "a token is required"
+    return None
+
+
+def _language_objection(hello: frames.Hello, payload: Payload, ours: Description) -> Objection | None:
     if hello.version != frames.VERSION:
         return "InterfaceMismatch", f"protocol version {hello.version}, this server speaks {frames.VERSION}"
     if hello.fingerprint == ours.fingerprint:
