@@ -116,10 +116,14 @@ class Channel(asyncio.BufferedProtocol):
 
     # --- our side ------------------------------------------------------------------------------------------------
 
-    async def ready(self) -> None:
-        """Wait until a message may be written. Raises Unavailable if the connection is or goes down."""
+    async def writable(self) -> None:
+        """Wait until a message may be written, or there is no more point in it."""
         while not self._writable.is_set():
             await self._writable.wait()
+
+    async def ready(self) -> None:
+        """Wait until a message may be written. Raises Unavailable if the connection is or goes down."""
+        await self.writable()
         if self.closing.is_set():
             raise Unavailable(self.reason)
 

@@ -24,7 +24,7 @@ from .address import Address, UnixAddress, UnixPath, bind, parse
 from .background import background
 from .channel import Channel
 from .describe import Description, Method, describe
-from .failures import FailureBody, failure_of
+from .failures import FailureBody, encodable, failure_of
 from .frames import DECODE_ERRORS, Header, Payload
 from .interface import FrameTooLarge, ProtocolError
 from .invoke import closing, decode_request, encode_response, invoke
@@ -275,6 +275,8 @@ class ServerConnection:
         failure: FailureBody | None = None
         try:
             failure = await self._answer(running, payload)
+            if failure is not None:
+                await self.channel.writable()  # or failures pile up for a peer that does not read them
         except asyncio.CancelledError:
             # Ours or one that leaked out of the handler, the task ends here; a leaked one must not reach its siblings.
             if self.server.draining or self.channel.closing.is_set():
@@ -293,8 +295,11 @@ class ServerConnection:
         """Run the handler and send what it gives; the failure to send if there is one."""
         description, method = self.server.description, running.method
         try:
+            request = decode_request(method, payload)
+        except msgspec.ValidationError as error:  # the peer's mistake: it is told, and nobody needs a traceback
+            return failure_of(error.with_traceback(None), description)
+        try:
             with running.scope as scope:
-                request = decode_request(method, payload)
                 if method.stream:
                     await self._pump(running, request)
                 else:
@@ -312,7 +317,7 @@ class ServerConnection:
         except Exception as error:
             failure = failure_of(error, description)
             if failure.code == "error" and not self.channel.closing.is_set():
-                trace = "".join(traceback.format_exception(error))[-MAX_TRACE:]
+                trace = encodable("".join(traceback.format_exception(error))[-MAX_TRACE:])
                 log.error("handler failed", method=f"{description.name}.{method.name}", traceback=trace)
             return failure
         return None
