@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import socket
 import traceback
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
-import anyio.to_thread
 import msgspec
 import structlog
 from anyio.abc import TaskGroup
@@ -133,30 +133,61 @@ async def serve(
     """
     description = describe(interface)
     description.check(impl)
-    listener, bound = await anyio.to_thread.run_sync(bind, parse(address))
-    path = UnixPath(bound.path) if isinstance(bound, UnixAddress) else None
-    server = Server(impl, description, bound, token, max_frame, keepalive)
-    started = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    async with background(lambda: server.run(started)):
-        await started.wait()
-        if path is None:
-            acceptor = await loop.create_server(server.accept, sock=listener)
-        else:
-            acceptor = await loop.create_unix_server(server.accept, sock=listener)
-        try:
-            yield server
-            _stop_listening(acceptor, path)
-            await server.drain(drain_timeout)
-        finally:
-            _stop_listening(acceptor, path)
-            server.draining = True
+    async with _bound(parse(address)) as (listener, bound, path):
+        server = Server(impl, description, bound, token, max_frame, keepalive)
+        started = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        async with background(lambda: server.run(started)):
+            await started.wait()
+            # Begun in two steps, so that no cancellation finds a listening socket without an owner.
+            if path is None:
+                acceptor = await loop.create_server(server.accept, sock=listener, start_serving=False)
+            else:
+                acceptor = await loop.create_unix_server(server.accept, sock=listener, start_serving=False)
+            try:
+                await acceptor.start_serving()
+                yield server
+                _stop_listening(acceptor, path)
+                await server.drain(drain_timeout)
+            finally:
+                _stop_listening(acceptor, path)
+                server.draining = True
 
 
 def _stop_listening(acceptor: asyncio.AbstractServer, path: UnixPath | None) -> None:
     if path is not None:
         path.remove()
     acceptor.close()
+
+
+@asynccontextmanager
+async def _bound(address: Address) -> AsyncIterator[tuple[socket.socket, Address, UnixPath | None]]:
+    """A listening socket for the body, the address it is bound to, and its file if it has one; gone at the end."""
+    binding = asyncio.get_running_loop().run_in_executor(None, _bind, address)
+    try:
+        listener, bound, path = await asyncio.shield(binding)
+    except asyncio.CancelledError:
+        binding.add_done_callback(_unbind)
+        with anyio.CancelScope(shield=True):  # so that whoever tries again finds the address free
+            await asyncio.wait([binding])
+        raise
+    try:
+        yield listener, bound, path
+    finally:
+        _unbind(binding)
+
+
+def _bind(address: Address) -> tuple[socket.socket, Address, UnixPath | None]:
+    listener, bound = bind(address)
+    return listener, bound, UnixPath(bound.path) if isinstance(bound, UnixAddress) else None
+
+
+def _unbind(binding: asyncio.Future[tuple[socket.socket, Address, UnixPath | None]]) -> None:
+    if binding.exception() is None:
+        listener, _, path = binding.result()
+        if path is not None:
+            path.remove()
+        listener.close()
 
 
 class Running:
