@@ -27,7 +27,7 @@ import structlog
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from astraflow.rpc import FrameTooLarge, ProtocolError, RemoteError, connect, describe, serve, statistics
+from astraflow.rpc import FrameTooLarge, ProtocolError, RemoteError, RpcError, connect, describe, serve, statistics
 from astraflow.rpc.frames import FrameReader
 
 pack = msgspec.msgpack.encode
@@ -505,3 +505,75 @@ async def test_slow_senders_hold_up_nobody(tmp_path: Path, monkeypatch: pytest.M
         assert b"no greeting within 0.5 s" in cut_off
         assert answered(served) == [1]
         assert bystander.worst() < 0.5
+
+
+# --- a live client ---------------------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def impostor(path: Path, welcome: bytes, then: Callable[[], bytes]) -> AsyncIterator[str]:
+    """What listens there greets with `welcome` and answers every read with `then()`."""
+
+    async def serve_one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            await reader.read(1 << 16)
+            writer.write(welcome)
+            while await reader.read(1 << 16):
+                writer.write(then())
+        writer.close()
+
+    server = await asyncio.start_unix_server(serve_one, f"{path}/s")
+    try:
+        yield f"unix:{path}/s"
+    finally:
+        server.close()
+
+
+def answer(rng: random.Random, number: int) -> bytes:
+    """What a server may say, and what it may not."""
+    ids = [number, number, number, number + 1, 0, -1, None]
+    tag = rng.choice([RESULT, RESULT, ITEM, END, FAILURE, FAILURE, 2, 3, 11, 13, CALL, 99])
+    data = rng.choice([message, lambda r: pack([r.choice(["error", "declared", "odd", 3]), "ValueError", "x", "y"])])
+    found = frame(tag, rng.choice(ids), *([value(rng)] * rng.randrange(3)), payload=data(rng))
+    return mutated(rng, found) if rng.random() < 0.2 else found
+
+
+async def test_a_hostile_server_makes_only_typed_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("astraflow.rpc.client.FIRST_DELAY", 0.0001)
+    monkeypatch.setattr("astraflow.rpc.client.LAST_DELAY", 0.0005)
+    rng, outcomes = random.Random(3), Counter[str]()
+    welcome = frame(2, describe(Garden).fingerprint, LIMIT, 1024)
+    async with (
+        impostor(tmp_path, welcome, lambda: answer(rng, rng.randrange(1, 4))) as address,
+        connect(address, Garden) as proxy,
+    ):
+        for number in range(1000):
+            try:
+                with anyio.move_on_after(0.01):
+                    if number % 2:
+                        await proxy.echo(Tree("x"))
+                    else:
+                        async for _ in proxy.grow(Tree("x")):
+                            pass
+                outcomes["answered, or given up"] += 1
+            except RpcError as error:
+                outcomes[type(error).__name__] += 1
+                await anyio.sleep(0.001)
+    print(f"client: {dict(outcomes)}")
+    assert len(outcomes) >= 3
+
+
+@pytest.mark.parametrize(
+    ("max_frame", "max_calls"), [(LIMIT, 0), (LIMIT, -1), (-1, 10), (0, 10), (8, 10), (2**63, 2**63)]
+)
+async def test_a_welcome_with_impossible_limits(max_frame: int, max_calls: int, tmp_path: Path) -> None:
+    said = [frame(RESULT, 1, payload=pack(Tree("yes")))]
+    welcome = frame(2, describe(Garden).fingerprint, max_frame, max_calls)
+    async with impostor(tmp_path, welcome, lambda: said.pop() if said else b"") as address:
+        try:
+            async with connect(address, Garden, connect_timeout=0.3, default_timeout=1, keepalive=0.05) as proxy:
+                assert await proxy.echo(Tree("x")) == Tree("yes")
+        except RpcError as error:
+            assert max_calls < 1, error
+        else:
+            assert max_calls >= 1
