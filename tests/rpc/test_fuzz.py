@@ -27,7 +27,17 @@ import structlog
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from astraflow.rpc import FrameTooLarge, ProtocolError, RemoteError, RpcError, connect, describe, serve, statistics
+from astraflow.rpc import (
+    FrameTooLarge,
+    ProtocolError,
+    RemoteError,
+    RpcError,
+    Unavailable,
+    connect,
+    describe,
+    serve,
+    statistics,
+)
 from astraflow.rpc.frames import FrameReader
 
 pack = msgspec.msgpack.encode
@@ -533,8 +543,10 @@ def answer(rng: random.Random, number: int) -> bytes:
     """What a server may say, and what it may not."""
     ids = [number, number, number, number + 1, 0, -1, None]
     tag = rng.choice([RESULT, RESULT, ITEM, END, FAILURE, FAILURE, 2, 3, 11, 13, CALL, 99])
-    data = rng.choice([message, lambda r: pack([r.choice(["error", "declared", "odd", 3]), "ValueError", "x", "y"])])
-    found = frame(tag, rng.choice(ids), *([value(rng)] * rng.randrange(3)), payload=data(rng))
+    data = message(rng)
+    if rng.random() < 0.5:
+        data = pack([rng.choice(["error", "declared", "odd", 3]), "ValueError", "x", "y"])
+    found = frame(tag, rng.choice(ids), *([value(rng)] * rng.randrange(3)), payload=data)
     return mutated(rng, found) if rng.random() < 0.2 else found
 
 
@@ -547,9 +559,9 @@ async def test_a_hostile_server_makes_only_typed_errors(tmp_path: Path, monkeypa
         impostor(tmp_path, welcome, lambda: answer(rng, rng.randrange(1, 4))) as address,
         connect(address, Garden) as proxy,
     ):
-        for number in range(1000):
+        for number in range(400):
             try:
-                with anyio.move_on_after(0.01):
+                with anyio.move_on_after(0.005):
                     if number % 2:
                         await proxy.echo(Tree("x"))
                     else:
@@ -563,17 +575,10 @@ async def test_a_hostile_server_makes_only_typed_errors(tmp_path: Path, monkeypa
     assert len(outcomes) >= 3
 
 
-@pytest.mark.parametrize(
-    ("max_frame", "max_calls"), [(LIMIT, 0), (LIMIT, -1), (-1, 10), (0, 10), (8, 10), (2**63, 2**63)]
-)
-async def test_a_welcome_with_impossible_limits(max_frame: int, max_calls: int, tmp_path: Path) -> None:
-    said = [frame(RESULT, 1, payload=pack(Tree("yes")))]
+@pytest.mark.parametrize(("max_frame", "max_calls"), [(LIMIT, 0), (LIMIT, -1), (-1, 10), (0, 10), (8, 10)])
+async def test_a_welcome_with_impossible_limits_is_refused(max_frame: int, max_calls: int, tmp_path: Path) -> None:
     welcome = frame(2, describe(Garden).fingerprint, max_frame, max_calls)
-    async with impostor(tmp_path, welcome, lambda: said.pop() if said else b"") as address:
-        try:
-            async with connect(address, Garden, connect_timeout=0.3, default_timeout=1, keepalive=0.05) as proxy:
-                assert await proxy.echo(Tree("x")) == Tree("yes")
-        except RpcError as error:
-            assert max_calls < 1, error
-        else:
-            assert max_calls >= 1
+    async with impostor(tmp_path, welcome, bytes) as address:
+        with pytest.raises(Unavailable, match=f"no call fits in {max_calls} calls of {max_frame} bytes"):
+            async with connect(address, Garden, connect_timeout=0.2):
+                pass
