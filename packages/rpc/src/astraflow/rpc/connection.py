@@ -34,6 +34,8 @@ from .stats import MethodStats
 from .tls import is_certificate_problem
 from .trace import outgoing_trace
 
+SMALLEST_LIMIT = 1024
+
 REFUSALS: Mapping[str, type[RpcError]] = {
     "InterfaceMismatch": InterfaceMismatch,
     "Unauthorized": Unauthorized,
@@ -329,6 +331,8 @@ class Connection:
             case frames.Goodbye():
                 self.retired.set()
             case frames.Welcome() if not self._welcome.done():
+                if header.max_calls < 1 or header.max_frame < SMALLEST_LIMIT:
+                    raise ProtocolError(f"no call fits in {header.max_calls} calls of {header.max_frame} bytes")
                 self.channel.greeted(self._max_frame)
                 self.channel.send_limit = header.max_frame
                 self._welcome.set_result(header)

@@ -18,22 +18,21 @@ from time import monotonic
 from typing import Any
 
 import anyio
-import anyio.to_thread
 import msgspec
 import structlog
 from anyio.abc import TaskGroup
 
 from . import frames
-from .address import HOW_TO_MAKE, Address, InprocAddress, TlsAddress, UnixAddress, UnixPath, bind, is_loopback, parse
+from .address import HOW_TO_MAKE, Address, InprocAddress, TlsAddress, UnixPath, is_loopback, parse
 from .background import background
 from .channel import CLOSE_TIMEOUT, Channel
 from .describe import Description, Method, describe
-from .failures import FailureBody, failure_of
+from .failures import FailureBody, encodable, failure_of
 from .frames import DECODE_ERRORS, Header, Payload
 from .inproc import handed_over
 from .interface import FrameTooLarge, ProtocolError
 from .invoke import ItemEncoder, closing, decode_request, encode_response, invoke
-from .listener import accept_all, hang_up, name_of
+from .listener import accept_all, hang_up, listening, name_of
 from .schema import Table, differences
 from .stats import MethodStats
 from .tls import Tls, explain, server_context
@@ -180,18 +179,17 @@ async def serve(
         with handed_over(where, impl, description):
             yield make(where)
         return
-    listener, bound = await anyio.to_thread.run_sync(bind, where)
-    path = UnixPath(bound.path) if isinstance(bound, UnixAddress) else None
-    server, started = make(bound), asyncio.Event()
-    async with background(lambda: server.run(listener, started)):
-        await started.wait()
-        try:
-            yield server
-            _stop_listening(server, path)
-            await server.drain(drain_timeout)
-        finally:
-            _stop_listening(server, path)
-            server.draining = True
+    async with listening(where) as (listener, bound, path):
+        server, started = make(bound), asyncio.Event()
+        async with background(lambda: server.run(listener, started)):
+            await started.wait()
+            try:
+                yield server
+                _stop_listening(server, path)
+                await server.drain(drain_timeout)
+            finally:
+                _stop_listening(server, path)
+                server.draining = True
 
 
 def _stop_listening(server: Server, path: UnixPath | None) -> None:
@@ -381,6 +379,10 @@ class ServerConnection:
         failure: FailureBody | None = None
         try:
             failure = await self._answer(running, payload)
+            if failure is not None and not self.channel.writable and self._greeted:
+                # Or failures pile up for a peer that does not read them.
+                with anyio.CancelScope() as running.scope:
+                    await self.channel.until_writable()
         except asyncio.CancelledError:  # not ours, it leaked out of the handler
             failure = FailureBody("cancelled", message="the handler was cancelled")
         finally:
@@ -394,8 +396,11 @@ class ServerConnection:
         """Run the handler and send what it gives; the failure to send if there is one."""
         description, method = self.server.description, running.method
         try:
+            request = decode_request(method, payload)
+        except msgspec.ValidationError as error:  # the peer's mistake: it is told, and nobody needs a traceback
+            return failure_of(error.with_traceback(None), description)
+        try:
             with running.scope as scope:
-                request = decode_request(method, payload)
                 if running.window is not None:
                     await self._pump(running, running.window, request)
                 else:
@@ -414,7 +419,7 @@ class ServerConnection:
         except Exception as error:
             failure = failure_of(error, description)
             if failure.code == "error" and not self.channel.closing.is_set():
-                trace = "".join(traceback.format_exception(error))[-MAX_TRACE:]
+                trace = encodable("".join(traceback.format_exception(error))[-MAX_TRACE:])
                 log.error("handler failed", method=f"{description.name}.{method.name}", traceback=trace)
             return failure
         return None
