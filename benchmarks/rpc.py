@@ -34,7 +34,6 @@ from astraflow.rpc import connect, serve
 ROUNDS = 11
 ROUND = 0.15
 """Seconds for each contender's latency, and again for its throughput."""
-
 CONCURRENT = 64
 STREAM_BYTES = 256 << 20
 STREAM_ROUNDS = 9
@@ -338,7 +337,7 @@ def report(slow: Figures, fast: Figures, cpu: Figures, flows: dict[int, tuple[Fi
         "",
         "Written by `uv run --group bench python benchmarks/rpc.py`; the script says what is measured.",
         f"Medians of {ROUNDS} rounds ({STREAM_ROUNDS} for streams) in which the contenders take turns.",
-        "Ratios are taken within a round; their lowest and highest in brackets.",
+        "Ratios are taken within a round, lowest and highest in brackets.",
         f"Python {platform.python_version()}, uvloop {version('uvloop')}, grpcio {version('grpcio')}, "
         f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} at the end.",
         "",

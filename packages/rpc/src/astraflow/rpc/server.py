@@ -23,28 +23,27 @@ import structlog
 from anyio.abc import TaskGroup
 
 from . import frames
-from .address import HOW_TO_MAKE, Address, InprocAddress, TlsAddress, UnixPath, is_loopback, parse
+from .address import Address, InprocAddress, UnixPath, parse
 from .background import background
 from .channel import CLOSE_TIMEOUT, Channel
-from .describe import Description, Method, describe
+from .describe import Description, describe
 from .failures import FailureBody, encodable, failure_of
-from .frames import DECODE_ERRORS, Header, Payload
+from .frames import Header, Payload
+from .greeting import credentials_objection, language_objection, protection
 from .inproc import handed_over
 from .interface import FrameTooLarge, ProtocolError
 from .invoke import ItemEncoder, closing, decode_request, encode_response, invoke
 from .listener import accept_all, hang_up, listening, name_of
-from .schema import Table, differences
+from .running import Running, Window
 from .stats import MethodStats
-from .tls import Tls, explain, server_context
-from .token import Token, is_one_of, read_tokens
+from .tls import Tls, explain
+from .token import Token
 from .trace import enter_trace
 
 MAX_CONNECTIONS = 4096
 MAX_STRANGERS = 512
 MAX_CALLS = 1024
 HANDSHAKE_TIMEOUT = 10.0
-MAX_DIFFERENCES = 20
-MAX_LINE = 160
 MAX_TRACE = 8192
 
 log = structlog.get_logger(__name__)
@@ -164,7 +163,7 @@ async def serve(
     description = describe(interface)
     description.check(impl)
     where = parse(address)
-    context = await anyio.to_thread.run_sync(_protection, where, tls, token)
+    context = await anyio.to_thread.run_sync(protection, where, tls, token)
     make = functools.partial(
         Server,
         impl,
@@ -196,57 +195,6 @@ def _stop_listening(server: Server, path: UnixPath | None) -> None:
     if path is not None:
         path.remove()
     server.stop_accepting()
-
-
-def _protection(address: Address, tls: Tls | None, token: Token | None) -> ssl.SSLContext | None:
-    """The TLS context of a listener. Raises ValueError if it would not be safe there."""
-    if token is not None:
-        read_tokens(token)
-    if not isinstance(address, TlsAddress):
-        if tls is not None:
-            raise ValueError(f"{address} is not encrypted, tls= is for a tls:// address")
-        return None
-    missing = [name for name, value in (("TLS certificates", tls), ("a token", token)) if value is None]
-    if tls is None or (token is None and not is_loopback(address.host)):
-        raise ValueError(f"{address}: refusing to listen there without {' and '.join(missing)}. {HOW_TO_MAKE}")
-    return server_context(tls)
-
-
-class Window:
-    """How much of a stream the client has not yet consumed."""
-
-    def __init__(self) -> None:
-        self.outstanding = 0
-        self._credited = asyncio.Event()
-
-    def credit(self, amount: int) -> None:
-        self.outstanding -= amount
-        self._credited.set()
-
-    async def wait(self) -> None:
-        while self.outstanding >= frames.STREAM_WINDOW:
-            self._credited.clear()
-            await self._credited.wait()
-
-
-class Running:
-    """A call in flight. Its `scope` ends the handler, however deep in a wait, and keeps at it until it has ended."""
-
-    __slots__ = ("arrived", "cancelled", "id", "method", "scope", "task", "trace", "window")
-
-    def __init__(self, call: frames.Call, method: Method, deadline: float) -> None:
-        self.id = call.id
-        self.trace = call.trace
-        self.method = method
-        self.arrived = monotonic()
-        self.scope = anyio.CancelScope(deadline=deadline)
-        self.cancelled = False
-        self.window = Window() if method.stream else None
-        self.task: asyncio.Task[None] | None = None
-
-    def cancel(self) -> None:
-        self.cancelled = True
-        self.scope.cancel()
 
 
 class ServerConnection:
@@ -319,7 +267,7 @@ class ServerConnection:
         """Welcome the client if it may speak and speaks our language; otherwise refuse it."""
         server, description = self.server, self.server.description
         self.channel.send_limit = max(hello.max_frame, frames.HANDSHAKE_LIMIT)
-        refusal = await _credentials_objection(hello, server.token) or _language_objection(hello, payload, description)
+        refusal = await credentials_objection(hello, server.token) or language_objection(hello, payload, description)
         if refusal is None and (server.draining or len(server.connections) >= server.max_connections):
             refusal = (
                 "Busy",
@@ -446,37 +394,3 @@ class ServerConnection:
 
     def _fail(self, call_id: int, failure: FailureBody) -> None:
         self.channel.send(frames.Failure(call_id), frames.encode(failure))
-
-
-Objection = tuple[frames.RefusalKind, str]
-
-
-async def _credentials_objection(hello: frames.Hello, token: Token | None) -> Objection | None:
-    if token is None:
-        return None
-    try:
-        tokens = await anyio.to_thread.run_sync(read_tokens, token)
-    except (OSError, ValueError) as error:
-        log.error("nobody can be let in: the token cannot be read", reason=str(error))
-        return "Unauthorized", "the server cannot read its token"
-    if not is_one_of(hello.token, tokens):
-        return "Unauthorized", "the token is wrong" if hello.token else "a token is required"
-    return None
-
-
-def _language_objection(hello: frames.Hello, payload: Payload, ours: Description) -> Objection | None:
-    if hello.version != frames.VERSION:
-        return "InterfaceMismatch", f"protocol version {hello.version}, this server speaks {frames.VERSION}"
-    if hello.fingerprint == ours.fingerprint:
-        return None
-    try:
-        theirs = msgspec.msgpack.decode(payload, type=Table)
-        found = differences(theirs, ours.table)
-    except (*DECODE_ERRORS, IndexError) as error:
-        return "ProtocolError", f"unreadable method table: {error}"
-    if not found:
-        return None
-    shown = "".join(f"\n  {line[:MAX_LINE]}" for line in found[:MAX_DIFFERENCES])
-    more = f"\n  and {len(found) - MAX_DIFFERENCES} more" if len(found) > MAX_DIFFERENCES else ""
-    sides = f"the client's {theirs.interface[:MAX_LINE]} ({hello.fingerprint[:16]})"
-    return "InterfaceMismatch", f"{sides} is not the server's {ours.name} ({ours.fingerprint}):{shown}{more}"
