@@ -187,5 +187,6 @@ class UnixPath:
         return found.st_dev, found.st_ino
 
     def remove(self) -> None:
-        if self._identity is not None and self._stat() == self._identity:
+        identity, self._identity = self._identity, None  # once: the next server's file may get the same inode
+        if identity is not None and self._stat() == identity:
             os.unlink(self._path)

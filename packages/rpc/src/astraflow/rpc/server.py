@@ -18,17 +18,27 @@ from time import monotonic
 from typing import Any
 
 import anyio
-import anyio.to_thread
 import msgspec
 import structlog
 from anyio.abc import TaskGroup
 
 from . import frames
-from .address import HOW_TO_MAKE, Address, InprocAddress, TlsAddress, UnixAddress, UnixPath, bind, is_loopback, parse
+from .address import (
+    HOW_TO_MAKE,
+    Address,
+    InprocAddress,
+    SocketAddress,
+    TlsAddress,
+    UnixAddress,
+    UnixPath,
+    bind,
+    is_loopback,
+    parse,
+)
 from .background import background
 from .channel import CLOSE_TIMEOUT, Channel
 from .describe import Description, Method, describe
-from .failures import FailureBody, failure_of
+from .failures import FailureBody, encodable, failure_of
 from .frames import DECODE_ERRORS, Header, Payload
 from .inproc import handed_over
 from .interface import FrameTooLarge, ProtocolError
@@ -180,18 +190,17 @@ async def serve(
         with handed_over(where, impl, description):
             yield make(where)
         return
-    listener, bound = await anyio.to_thread.run_sync(bind, where)
-    path = UnixPath(bound.path) if isinstance(bound, UnixAddress) else None
-    server, started = make(bound), asyncio.Event()
-    async with background(lambda: server.run(listener, started)):
-        await started.wait()
-        try:
-            yield server
-            _stop_listening(server, path)
-            await server.drain(drain_timeout)
-        finally:
-            _stop_listening(server, path)
-            server.draining = True
+    async with _bound(where) as (listener, bound, path):
+        server, started = make(bound), asyncio.Event()
+        async with background(lambda: server.run(listener, started)):
+            await started.wait()
+            try:
+                yield server
+                _stop_listening(server, path)
+                await server.drain(drain_timeout)
+            finally:
+                _stop_listening(server, path)
+                server.draining = True
 
 
 def _stop_listening(server: Server, path: UnixPath | None) -> None:
@@ -231,10 +240,40 @@ class Window:
             await self._credited.wait()
 
 
+@asynccontextmanager
+async def _bound(address: SocketAddress) -> AsyncIterator[tuple[socket.socket, SocketAddress, UnixPath | None]]:
+    """A listening socket for the body, the address it is bound to, and its file if it has one; gone at the end."""
+    binding = asyncio.get_running_loop().run_in_executor(None, _bind, address)
+    try:
+        listener, bound, path = await asyncio.shield(binding)
+    except asyncio.CancelledError:
+        binding.add_done_callback(_unbind)
+        with anyio.CancelScope(shield=True):  # so that whoever tries again finds the address free
+            await asyncio.wait([binding])
+        raise
+    try:
+        yield listener, bound, path
+    finally:
+        _unbind(binding)
+
+
+def _bind(address: SocketAddress) -> tuple[socket.socket, SocketAddress, UnixPath | None]:
+    listener, bound = bind(address)
+    return listener, bound, UnixPath(bound.path) if isinstance(bound, UnixAddress) else None
+
+
+def _unbind(binding: asyncio.Future[tuple[socket.socket, SocketAddress, UnixPath | None]]) -> None:
+    if binding.exception() is None:
+        listener, _, path = binding.result()
+        if path is not None:
+            path.remove()
+        listener.close()
+
+
 class Running:
     """A call in flight. Its `scope` ends the handler, however deep in a wait, and keeps at it until it has ended."""
 
-    __slots__ = ("arrived", "cancelled", "id", "method", "scope", "task", "trace", "window")
+    __slots__ = ("arrived", "cancelled", "ended", "id", "method", "scope", "task", "trace", "window")
 
     def __init__(self, call: frames.Call, method: Method, deadline: float) -> None:
         self.id = call.id
@@ -243,12 +282,15 @@ class Running:
         self.arrived = monotonic()
         self.scope = anyio.CancelScope(deadline=deadline)
         self.cancelled = False
+        self.ended = False
         self.window = Window() if method.stream else None
         self.task: asyncio.Task[None] | None = None
 
     def cancel(self) -> None:
-        self.cancelled = True
-        self.scope.cancel()
+        """The client wants it no more."""
+        if not self.ended:
+            self.cancelled = True
+            self.scope.cancel()
 
 
 class ServerConnection:
@@ -381,6 +423,10 @@ class ServerConnection:
         failure: FailureBody | None = None
         try:
             failure = await self._answer(running, payload)
+            if failure is not None and not self.channel.writable and self._greeted:
+                running.ended = True
+                with anyio.CancelScope() as running.scope:  # or failures pile up for a peer that does not read them
+                    await self.channel.room()
         except asyncio.CancelledError:  # not ours, it leaked out of the handler
             failure = FailureBody("cancelled", message="the handler was cancelled")
         finally:
@@ -394,8 +440,11 @@ class ServerConnection:
         """Run the handler and send what it gives; the failure to send if there is one."""
         description, method = self.server.description, running.method
         try:
+            request = decode_request(method, payload)
+        except msgspec.ValidationError as error:  # the peer's mistake: it is told, and nobody needs a traceback
+            return failure_of(error.with_traceback(None), description)
+        try:
             with running.scope as scope:
-                request = decode_request(method, payload)
                 if running.window is not None:
                     await self._pump(running, running.window, request)
                 else:
@@ -414,7 +463,7 @@ class ServerConnection:
         except Exception as error:
             failure = failure_of(error, description)
             if failure.code == "error" and not self.channel.closing.is_set():
-                trace = "".join(traceback.format_exception(error))[-MAX_TRACE:]
+                trace = encodable("".join(traceback.format_exception(error))[-MAX_TRACE:])
                 log.error("handler failed", method=f"{description.name}.{method.name}", traceback=trace)
             return failure
         return None
