@@ -58,6 +58,13 @@ def test_two_runs_at_once_get_directories_of_their_own(tmp_path: Path) -> None:
         RunDirectory.create(named, "r")
 
 
+def test_a_place_that_cannot_hold_runs_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for out in (str(tmp_path / "file"), "/proc/astraflow"):
+        with pytest.raises(ConfigError, match=f"--out {out}: cannot make"):
+            RunDirectory.create(msgspec.structs.replace(TINY, out=out), "r")
+
+
 def test_everything_queued_is_on_disk_at_the_end(tmp_path: Path) -> None:
     run = RunDirectory.create(msgspec.structs.replace(TINY, out=str(tmp_path)), "r")
     step = StepReport(

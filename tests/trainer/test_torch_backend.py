@@ -170,6 +170,7 @@ def test_published_and_exported_weights_load_as_a_hugging_face_model(
     assert all(tensor.dtype == getattr(torch, dtype) for tensor in weights.values())
     assert all(not torch.equal(tensor, before[name]) for name, tensor in weights.items())
     backend.export(tmp_path)
+    assert (tmp_path / "model.safetensors").stat().st_mode == (tmp_path / "config.json").stat().st_mode
     model: Any = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
     state = model.state_dict()
     assert not weights.keys() - state.keys()

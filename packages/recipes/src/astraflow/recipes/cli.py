@@ -48,7 +48,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     run: Annotated[Any, tyro.conf.arg(name="")]
     preset: str = ""
     """Named set of options to start from."""
-    config: Path | None = None
+    config: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
     """TOML file laid over the preset; the command line is laid over both."""
     dry_run: bool = False
     """Print the resolved configuration and stop."""
@@ -152,9 +152,13 @@ def command(args: Sequence[str], console: Console) -> None:
             run_command(load_recipe(name), rest, console)
         case _:
             known = ["list", "serve", "drive", "certificates", *recipe_names()]
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
-            raise ConfigError(f"there is no command or recipe {name!r}; {hint}")
+            raise ConfigError(f"there is no command or recipe {name!r}; {hint(name, known)}")
+
+
+def hint(name: str, known: Sequence[str]) -> str:
+    """What was meant by `name`: a longer or a similar name, or all there are."""
+    near = [k for k in known if k.startswith(name)] or difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]}?" if len(near) == 1 else f"known: {', '.join(known)}"
 
 
 def list_recipes(console: Console) -> None:
@@ -178,9 +182,7 @@ def preset_name(recipe: Recipe[Any], args: Sequence[str]) -> str:
     if asked is None:
         return recipe.gpu_preset if has_gpu() else recipe.default_preset
     if asked not in recipe.presets:
-        near = difflib.get_close_matches(asked, list(recipe.presets), n=1)
-        hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(recipe.presets)}"
-        raise ConfigError(f"--preset {asked}: {recipe.name} has no such preset; {hint}")
+        raise ConfigError(f"--preset {asked}: {recipe.name} has no such preset; {hint(asked, list(recipe.presets))}")
     return asked
 
 
@@ -210,7 +212,9 @@ def parse_run(recipe: Recipe[Any], args: Sequence[str]) -> tuple[Launch, RunConf
     file = option(args, "--config")
     if file is not None:
         overrides = read_toml(Path(file))
-        overrides.pop("recipe", None)
+        named = overrides.pop("recipe", recipe.name)
+        if named != recipe.name:
+            raise ConfigError(f"--config {file} is for the recipe {named}, not for {recipe.name}")
         base = merge(base, overrides, file)
     launch_type = msgspec.defstruct(
         "Launch",
@@ -241,6 +245,7 @@ def run_command(recipe: Recipe[Any], args: Sequence[str], console: Console) -> N
     if launch.print_commands:
         print_commands(recipe, config)
         return
+    prepare(recipe, config, console)
     run = RunDirectory.create(config, recipe.name)
     console.print(f"{recipe.name}: writing to {run.path}", highlight=False)
     if config.split:
@@ -248,6 +253,22 @@ def run_command(recipe: Recipe[Any], args: Sequence[str], console: Console) -> N
     else:
         from .inprocess import run_in_process as run_it
     finish(recipe, run, config, console, lambda: run_it(recipe, config, run, console))
+
+
+def prepare(recipe: Recipe[Any], config: RunConfig, console: Console) -> None:
+    """Find the device and the models before the run has a directory: without them each of its services would fail.
+
+    Raises:
+        ConfigError: no such device or model.
+    """
+    from .models import resolve_model
+    from .services import resolve_device
+
+    models = {policy.model for policy in config.policies.values()}
+    console.print(f"{recipe.name}: preparing {', '.join(sorted(models))}", highlight=False)
+    resolve_device(config.device)
+    for model in sorted(models):
+        resolve_model(model)
 
 
 def finish(
@@ -258,7 +279,8 @@ def finish(
 
     summary = execute(run.logs / "run.log", console, work, config.debug)
     write_atomic(run.summary_file, msgspec.json.format(msgspec.json.encode(summary), indent=2))
-    console.print(table(summary))
+    if summary.rows:
+        console.print(table(summary))
     console.print(footer(summary), highlight=False)
     console.print(f"everything is in {run.path}: policies/, trajectories.jsonl, metrics.jsonl, summary.json")
 
@@ -282,6 +304,8 @@ def open_run(path: Path) -> tuple[Recipe[Any], RunConfig, RunDirectory]:
         ConfigError: it is not a run's directory.
     """
     run = RunDirectory(path)
+    if not run.config_file.exists():
+        raise ConfigError(f"--run {path} is not a run's directory: it has no config.toml")
     table = read_toml(run.config_file)
     name = table.pop("recipe", None)
     if name not in recipe_names():
@@ -297,6 +321,7 @@ def print_commands(recipe: Recipe[Any], config: RunConfig) -> None:
 
     run = RunDirectory.create(config, recipe.name)
     address = f"tcp://127.0.0.1:{free_port()}"
+    print("each in a shell of its own, in this directory; the last shows the run:", file=sys.stderr)
     for argv in serve_commands(list(config.policies), config.rollout.workers, run.path, address).values():
         print(f"recipes {' '.join(argv)}")
     print(f"recipes drive --run {run.path} --join {address}")
@@ -310,6 +335,9 @@ def serve_command(args: Sequence[str], console: Console) -> None:
     from . import serve
 
     serve.die_with_supervisor()
+    if args and args[0] in ("-h", "--help"):
+        print(USAGE)
+        return
     if not args or args[0] not in SERVICES:
         raise ConfigError(f"serve what? one of: {', '.join(SERVICES)}")
     name = args[0]

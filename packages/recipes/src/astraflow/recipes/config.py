@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import tomllib
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -125,6 +126,15 @@ def positive(config: msgspec.Struct, prefix: str, *names: str) -> None:
             raise ConfigError(f"--{prefix}{name.replace('_', '-')} is {value}; it must be above 0")
 
 
+def registered(group: str, name: str, option: str) -> None:
+    """Raise ConfigError unless an installed distribution registers `name` in the entry-point group."""
+    known = {entry.name for entry in entry_points(group=group)}
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"installed: {', '.join(sorted(known)) or 'none'}"
+        raise ConfigError(f"--{option} {name}: no installed package registers it in {group}; {hint}")
+
+
 def check(config: RunConfig) -> None:
     """Refuse what cannot be run.
 
@@ -149,6 +159,8 @@ def check(config: RunConfig) -> None:
             )
         if policy.max_new_tokens >= config.rollout.max_context:
             raise ConfigError(f"--{prefix}max-new-tokens leaves no room for a prompt in --rollout.max-context")
+    registered("astraflow.engines", config.rollout.engine, "rollout.engine")
+    registered("astraflow.trainers", config.trainer.backend, "trainer.backend")
     if config.debug and config.split:
         raise ConfigError("--debug runs everything in one process; it cannot be combined with --split")
     if config.rollout.workers > 1 and not config.split:

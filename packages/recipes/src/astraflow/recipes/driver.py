@@ -30,6 +30,7 @@ from astraflow.dataflow import (
 log = structlog.get_logger("astraflow.recipes")
 
 POLL_S = 0.25
+SAME_SIGNAL_S = 1.0
 
 
 class Abandoned(Exception):
@@ -139,10 +140,16 @@ class Driver:
 
 
 async def stop_on_signal(driver: Driver, console: Console) -> None:
-    """First signal: stop cleanly. Second: cancel everything."""
+    """First signal: stop cleanly. Another after `SAME_SIGNAL_S`: abandon the run.
+
+    One Ctrl-C can arrive twice: from the terminal, and passed on by the program that started this one.
+    """
+    stopped_at = 0.0
     with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
         async for _ in signals:
-            if driver.stopping:
+            if not driver.stopping:
+                stopped_at = anyio.current_time()
+                console.print("stopping: saving what was learned (again to abandon it) …")
+                driver.stop()
+            elif anyio.current_time() - stopped_at > SAME_SIGNAL_S:
                 raise Abandoned("interrupted twice: the run was abandoned; checkpoints made so far are kept")
-            console.print("stopping: saving what was learned (again to abandon it) …")
-            driver.stop()

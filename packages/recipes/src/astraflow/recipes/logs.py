@@ -5,11 +5,15 @@ from __future__ import annotations
 import logging
 import sys
 import traceback
+from bdb import BdbQuit
 from collections.abc import Callable, MutableMapping
 from pathlib import Path
 from typing import Any
 
 import structlog
+
+from .config import ConfigError
+from .driver import Abandoned
 
 LOUD = {"warning", "error", "critical", "exception"}
 
@@ -57,9 +61,16 @@ def first_cause(error: BaseException) -> BaseException:
 
 
 def show_failure(error: BaseException, log: Path, debug: bool) -> None:
-    """Tell the person what failed; the traceback goes to the screen when debugging, else to the log."""
+    """Tell the person what failed; the traceback goes to the screen when debugging, else to the log.
+
+    Of what the person did (a configuration that cannot be run, a second Ctrl-C, `q` in the debugger), only the
+    message.
+    """
     text = "".join(traceback.format_exception(error))
     structlog.get_logger("astraflow.recipes").info("run failed", traceback=text)
+    if isinstance(error, ConfigError | Abandoned | BdbQuit):
+        print(f"recipes: {str(error) or 'ended in the debugger'}", file=sys.stderr)
+        return
     if debug:
         print(text, file=sys.stderr)
         return

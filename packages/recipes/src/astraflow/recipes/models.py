@@ -19,13 +19,14 @@ from pathlib import Path
 import platformdirs
 
 from . import smollm2
+from .config import ConfigError
 
 PACKAGE_PREFIX = "package:"
 CACHE_VARIABLE = "ASTRAFLOW_CACHE"
 HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
 
 
-class ModelError(Exception):
+class ModelError(ConfigError):
     """A model reference cannot be used; the message says what is missing and what to do."""
 
 

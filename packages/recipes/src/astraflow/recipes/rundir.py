@@ -38,9 +38,9 @@ class RunDirectory:
         """Make the directory and write the resolved configuration.
 
         Raises:
-            ConfigError: the named directory exists already.
+            ConfigError: the named directory exists already, or none can be made there.
         """
-        path = Path(config.out) / (config.name or f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}")
+        path = Path(config.out).expanduser() / (config.name or f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}")
         for attempt in range(100):
             candidate = path if attempt == 0 or config.name else path.with_name(f"{path.name}-{attempt}")
             try:
@@ -49,6 +49,8 @@ class RunDirectory:
                 if config.name:
                     raise ConfigError(f"{candidate} exists already; choose another --name") from error
                 continue
+            except OSError as error:
+                raise ConfigError(f"--out {config.out}: cannot make {candidate}: {error.strerror}") from error
             run = cls(candidate)
             run.logs.mkdir()
             write_atomic(run.config_file, f'recipe = "{recipe}"\n\n{to_toml(config)}'.encode())

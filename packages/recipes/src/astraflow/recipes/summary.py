@@ -113,10 +113,11 @@ def table(summary: Summary) -> Table:
 def footer(summary: Summary) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in summary.versions.items())
     waits = ", ".join(f"{name} {share:.0%}" for name, share in summary.wait_fraction.items())
-    text = (
+    text = "interrupted before its last step · " if summary.stopped else ""
+    text += (
         f"versions: {versions} · waiting for data: {waits}"
         f" · training {summary.train_s:.0f} s of {summary.total_s:.0f} s"
-        f" · weights pulled: {summary.weights_full_mb:.0f} MB full, {summary.weights_delta_mb:.1f} MB delta"
+        f"\nweights pulled: {summary.weights_full_mb:.0f} MB full, {summary.weights_delta_mb:.1f} MB delta"
     )
     if summary.loop_lag is not None:
         lag = summary.loop_lag

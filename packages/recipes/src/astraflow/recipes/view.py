@@ -76,6 +76,7 @@ def exchange(trajectory: Trajectory) -> Text:
     for message in trajectory.messages:
         text.append(f"{message.name or message.role}: ", style="bold")
         text.append(message.content.strip().replace("\n", " ⏎ ") + "\n")
+    text.rstrip()
     return text
 
 
@@ -104,13 +105,14 @@ def plain_policy(p: PolicyStatus, steps: int) -> str:
 
 def plain(status: Status, stage: str, steps: int, view_metrics: tuple[str, ...]) -> str:
     """The view as one line."""
-    tokens = sum(w.tokens_per_s for w in status.workers if w.alive)
+    alive = [w for w in status.workers if w.alive]
     parts = [plain_policy(p, steps) for p in status.policies] if stage == "training" else []
     if status.pending_eval:
         parts.append(f"{status.pending_eval} samples to come")
     parts += [f"{name} {status.metrics[name]:.2f}" for name in view_metrics if name in status.metrics]
-    parts.append(f"{tokens:.0f} tok/s sampled")
-    return f"[{stage}] " + " | ".join(parts)
+    if alive:
+        parts.append(f"{sum(w.tokens_per_s for w in alive):.0f} tok/s sampled")
+    return f"[{stage}] {' | '.join(parts)}".rstrip()
 
 
 async def watch(

@@ -132,14 +132,14 @@ class Channel(asyncio.BufferedProtocol):
         self._greeted = True
         self.reader.max_frame = max_frame
 
-    async def until_writable(self) -> None:
+    async def room(self) -> None:
         """Wait until a message may be written, or there is no more point in it."""
         while not self.writable:
             await self._resumed.wait()
 
     async def ready(self) -> None:
         """Wait until a message may be written. Raises Unavailable if the connection is or goes down."""
-        await self.until_writable()
+        await self.room()
         if self.closing.is_set():
             raise Unavailable(self.reason)
 

@@ -31,7 +31,7 @@ class Window:
 class Running:
     """A call in flight. Its `scope` ends the handler, however deep in a wait, and keeps at it until it has ended."""
 
-    __slots__ = ("arrived", "cancelled", "id", "method", "scope", "task", "trace", "window")
+    __slots__ = ("arrived", "cancelled", "ended", "id", "method", "scope", "task", "trace", "window")
 
     def __init__(self, call: frames.Call, method: Method, deadline: float) -> None:
         self.id = call.id
@@ -40,9 +40,12 @@ class Running:
         self.arrived = monotonic()
         self.scope = anyio.CancelScope(deadline=deadline)
         self.cancelled = False
+        self.ended = False
         self.window = Window() if method.stream else None
         self.task: asyncio.Task[None] | None = None
 
     def cancel(self) -> None:
-        self.cancelled = True
-        self.scope.cancel()
+        """The client wants it no more."""
+        if not self.ended:
+            self.cancelled = True
+            self.scope.cancel()

@@ -328,9 +328,9 @@ class ServerConnection:
         try:
             failure = await self._answer(running, payload)
             if failure is not None and not self.channel.writable and self._greeted:
-                # Or failures pile up for a peer that does not read them.
-                with anyio.CancelScope() as running.scope:
-                    await self.channel.until_writable()
+                running.ended = True
+                with anyio.CancelScope() as running.scope:  # or failures pile up for a peer that does not read them
+                    await self.channel.room()
         except asyncio.CancelledError:  # not ours, it leaked out of the handler
             failure = FailureBody("cancelled", message="the handler was cancelled")
         finally:

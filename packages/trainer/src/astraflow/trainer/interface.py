@@ -22,54 +22,67 @@ LossName = Literal["m2po", "ppo", "grpo"]
 
 
 class LossConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The policy loss.
-
-    `m2_threshold` is M2PO's tau; `clip_low`/`clip_high` the PPO range 1 - low, 1 + high; `dual_clip` bounds the
-    loss of negative advantages (0: off); `kl` weighs the k3 estimate against the reference policy.
-    """
+    """The policy loss."""
 
     name: LossName = "m2po"
+    """Surrogate: m2po, ppo or grpo."""
     m2_threshold: float = 0.01
+    """M2PO's tau: bound on the mean squared log-ratio of tokens that move with their advantage."""
     clip_low: float = 0.2
+    """PPO's range of the probability ratio begins at 1 - this."""
     clip_high: float = 0.28
+    """PPO's range of the probability ratio ends at 1 + this."""
     dual_clip: float = 0.0
+    """Bounds the loss of negative advantages at this many times the advantage (0: off)."""
     kl: float = 0.001
+    """Weight of the divergence from the reference policy (k3 estimate; 0: no reference is loaded)."""
 
 
 class AdvantageConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """`group`: (r - mean)/(std + 1e-5) within the group; `batch`: then normalised over the batch's trained tokens."""
+    """How rewards become advantages."""
 
     group: bool = True
+    """(reward - mean) / (std + 1e-5) within the group."""
     batch: bool = True
+    """Then normalised over the batch's trained tokens."""
 
 
 class OptimConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """AdamW on fp32 master weights, linear warm-up over `warmup_steps` optimiser steps, then constant."""
+    """AdamW on fp32 master weights, linear warm-up, then constant."""
 
     lr: float = 1e-5
+    """Learning rate."""
     beta1: float = 0.9
+    """Decay of the gradients' mean."""
     beta2: float = 0.999
+    """Decay of the gradients' square."""
     weight_decay: float = 0.01
+    """Decoupled weight decay."""
     clip_norm: float = 1.0
+    """Gradients are scaled down to this global norm."""
     warmup_steps: int = 0
+    """Optimiser steps over which the learning rate rises from 0."""
 
 
 class TrainerConfig(OptimConfig, frozen=True, kw_only=True):
-    """How one policy is trained.
-
-    `minibatches` optimiser steps are made per batch; `micro_tokens` bounds the tokens of one forward pass (packed,
-    without padding). `checkpoint_every` counts versions (0: only at the end).
-    """
+    """How one policy is trained."""
 
     backend: str = "torch"
+    """Name of the trainer (entry-point group astraflow.trainers)."""
     loss: LossConfig = LossConfig()
     advantage: AdvantageConfig = AdvantageConfig()
     minibatches: int = 4
+    """Optimiser steps per batch."""
     micro_tokens: int = 2048
+    """Tokens of one forward pass, packed without padding."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Type of the arithmetic and of the published weights; master weights are fp32."""
     checkpoint_every: int = 10
+    """Versions between checkpoints (0: only at the end)."""
     keep_checkpoints: int = 2
+    """Checkpoints kept."""
     anchor_every: int = 10
+    """Versions between full publications; the others are deltas."""
 
 
 class PolicySpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -28,6 +28,7 @@ from .packing import micro_batches, minibatches
 
 STATE_FILE = "training.safetensors"
 WEIGHTS_FILE = "model.safetensors"
+CONFIG_FILE = "config.json"
 
 
 class TorchBackend:
@@ -84,6 +85,8 @@ class TorchBackend:
                 shutil.copyfile(path, directory / path.name)
         self._model.config.save_pretrained(directory)  # type: ignore[operator, union-attr]
         save_file(dict(self.weights()), directory / WEIGHTS_FILE, metadata={"format": "pt"})
+        # safetensors makes its files private; who may read the directory's other files may read this one.
+        (directory / WEIGHTS_FILE).chmod((directory / CONFIG_FILE).stat().st_mode)
 
     def gradients(
         self, samples: Sequence[Example], budget: int | None = None, *, share: bool = True
