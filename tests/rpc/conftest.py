@@ -10,11 +10,13 @@ import pytest
 import pytest_asyncio
 import uvloop
 
+ONE_LOOP = {"test_connection.py", "test_fuzz.py", "test_soak.py", "test_compatibility.py"}
+
 LoopFactory = Callable[[], asyncio.AbstractEventLoop]
 
 
 def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> Mapping[str, LoopFactory]:
-    if item.path.name == "test_connection.py":  # what matters there is not the loop's
+    if item.path.name in ONE_LOOP:  # what matters there is not the loop's
         return {"uvloop": uvloop.new_event_loop}
     return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
 

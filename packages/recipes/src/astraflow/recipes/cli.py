@@ -1,4 +1,4 @@
-"""The `recipes` command: `list`, a recipe's name, `serve`, `drive`.
+"""The `recipes` command: `list`, a recipe's name, `serve`, `drive`, `certificates`.
 
 Invariant: nothing heavy (torch, transformers) is imported before the command line is known to be right, and an error a
 person can mend is shown as one message, not as a traceback.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import sys
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
@@ -19,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .config import ConfigError, RunConfig, check, merge, read_toml, resolve, to_toml
+from .credentials import credentials_of
 from .recipe import Recipe
 from .registry import load_recipe, recipe_names
 from .rundir import RunDirectory, write_atomic
@@ -31,6 +33,8 @@ USAGE = """usage: recipes COMMAND [OPTIONS]
                                    one service of a run in this process
   recipes drive --run DIR --join ADDRESS
                                    take a run whose services were started by hand from start to end
+  recipes certificates DIR --host NAME …
+                                   a private CA, certificates and a token for services on several machines
 """
 
 
@@ -52,16 +56,25 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     """Make the run's directory and print the commands that start its services by hand."""
 
 
-class ServeDataflow(msgspec.Struct, frozen=True, kw_only=True):
+class Secured(msgspec.Struct, frozen=True, kw_only=True):
+    """How a service and its peers know each other at a tls:// address."""
+
+    tls: Path | None = None
+    """Directory that `recipes certificates` wrote."""
+    token_file: Path | None = None
+    """File with the token; by default `token` in the --tls directory."""
+
+
+class ServeDataflow(Secured, frozen=True, kw_only=True):
     """Serve a run's dataflow."""
 
     run: Path
     """The run's directory."""
     listen: str = "tcp://127.0.0.1:0"
-    """Address to listen at: unix:PATH or tcp://HOST:PORT (port 0: any free one, printed)."""
+    """Address to listen at: unix:PATH, tcp://127.0.0.1:PORT or tls://HOST:PORT (port 0: any free one, printed)."""
 
 
-class ServeRaas(msgspec.Struct, frozen=True, kw_only=True):
+class ServeRaas(Secured, frozen=True, kw_only=True):
     """Join a run as a rollout worker."""
 
     run: Path
@@ -72,7 +85,7 @@ class ServeRaas(msgspec.Struct, frozen=True, kw_only=True):
     """Name of this worker, unique in the run."""
 
 
-class ServeTrainer(msgspec.Struct, frozen=True, kw_only=True):
+class ServeTrainer(Secured, frozen=True, kw_only=True):
     """Train one policy of a run."""
 
     run: Path
@@ -83,13 +96,24 @@ class ServeTrainer(msgspec.Struct, frozen=True, kw_only=True):
     """The policy to train."""
 
 
-class Drive(msgspec.Struct, frozen=True, kw_only=True):
+class Drive(Secured, frozen=True, kw_only=True):
     """Take a run whose services were started by hand from start to end."""
 
     run: Path
     """The run's directory."""
     join: str
     """The dataflow's address."""
+
+
+class Certificates(msgspec.Struct, frozen=True, kw_only=True):
+    """Write a private CA, a server's and a client's certificate and a token; run again, renew the certificates."""
+
+    directory: tyro.conf.Positional[Path]
+    """Where to. A server needs ca, server, server-key and token, a client ca, client, client-key and token."""
+    host: tuple[str, ...] = ()
+    """Names and IP addresses by which clients reach the server; localhost always is one."""
+    days: int = 365
+    """How long the server's and the client's certificate are valid."""
 
 
 def main() -> None:
@@ -122,10 +146,12 @@ def command(args: Sequence[str], console: Console) -> None:
             serve_command(rest, console)
         case "drive":
             drive_command(rest, console)
+        case "certificates":
+            certificates_command(rest)
         case _ if name in recipe_names():
             run_command(load_recipe(name), rest, console)
         case _:
-            known = ["list", "serve", "drive", *recipe_names()]
+            known = ["list", "serve", "drive", "certificates", *recipe_names()]
             raise ConfigError(f"there is no command or recipe {name!r}; {hint(name, known)}")
 
 
@@ -317,14 +343,17 @@ def serve_command(args: Sequence[str], console: Console) -> None:
     name = args[0]
     request: Any = tyro.cli(SERVICES[name], prog=f"recipes serve {name}", args=list(args[1:]))
     recipe, config, run = open_run(request.run)
+    role = "server" if name == "dataflow" else "client"
+    known = credentials_of(role, request.tls, request.token_file)
     match request:
         case ServeDataflow():
-            label, work = "dataflow", lambda: serve.serve_dataflow(recipe, config, run, request.listen)
+            label, work = "dataflow", partial(serve.serve_dataflow, recipe, config, run, request.listen, known)
         case ServeRaas():
-            label, work = request.worker_id, lambda: serve.serve_raas(recipe, config, request.join, request.worker_id)
+            label = request.worker_id
+            work = partial(serve.serve_raas, recipe, config, request.join, label, known)
         case _:
             label = f"trainer-{request.policy}"
-            work = lambda: serve.serve_trainer(recipe, config, run, request.join, request.policy)  # noqa: E731
+            work = partial(serve.serve_trainer, recipe, config, run, request.join, request.policy, known)
     execute(run.logs / f"{label}.jsonl", console, work, config.debug)
 
 
@@ -333,4 +362,15 @@ def drive_command(args: Sequence[str], console: Console) -> None:
 
     request = tyro.cli(Drive, prog="recipes drive", args=list(args))
     recipe, config, run = open_run(request.run)
-    finish(recipe, run, config, console, lambda: drive_by_hand(recipe, config, request.join, console))
+    known = credentials_of("client", request.tls, request.token_file)
+    finish(recipe, run, config, console, lambda: drive_by_hand(recipe, config, request.join, console, known))
+
+
+def certificates_command(args: Sequence[str]) -> None:
+    from .certificates import write_certificates
+
+    request = tyro.cli(Certificates, prog="recipes certificates", args=list(args))
+    if request.days < 1:
+        raise ConfigError(f"--days is {request.days}; it must be above 0")
+    for path in write_certificates(request.directory, request.host, request.days):
+        print(path)

@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import sys
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import anyio
@@ -23,6 +24,7 @@ from astraflow.rpc import Server, connect, serve
 from astraflow.weightsync import DirectoryStore
 
 from .config import AnyRun, ConfigError
+from .credentials import Credentials
 from .lag import LagProbe
 from .logs import quiet_transformers
 from .recipe import Recipe
@@ -41,11 +43,16 @@ LOOK_S = 1.0
 LAG_EVERY_S = 10.0
 
 
+LOCAL = Credentials()
+
+
 class Terminated(Exception):
     """A signal ended a service before the run was finished."""
 
 
-async def serve_dataflow(recipe: Recipe[AnyRun], config: AnyRun, run: RunDirectory, listen: str) -> None:
+async def serve_dataflow(
+    recipe: Recipe[AnyRun], config: AnyRun, run: RunDirectory, listen: str, credentials: Credentials = LOCAL
+) -> None:
     """Serve the dataflow at `listen` until the run is finished and everybody has left, or until SIGTERM.
 
     Raises:
@@ -54,7 +61,10 @@ async def serve_dataflow(recipe: Recipe[AnyRun], config: AnyRun, run: RunDirecto
     with RunWriter(run).running() as writer:
         dataflow = await build_dataflow(recipe, config, writer)
         early = False
-        async with serve(dataflow, DataflowService, listen) as server, anyio.create_task_group() as tasks:
+        async with (
+            serve(dataflow, DataflowService, listen, tls=credentials.tls, token=credentials.token) as server,
+            anyio.create_task_group() as tasks,
+        ):
             print(f"dataflow at {server.address}", flush=True)
             tasks.start_soon(record_lag, writer)
             tasks.start_soon(leave_when_finished, dataflow, server, tasks.cancel_scope)
@@ -87,12 +97,14 @@ async def leave_when_finished(dataflow: DataflowService, server: Server, scope: 
     scope.cancel()
 
 
-async def serve_raas(recipe: Recipe[AnyRun], config: AnyRun, join: str, worker_id: str) -> None:
+async def serve_raas(
+    recipe: Recipe[AnyRun], config: AnyRun, join: str, worker_id: str, credentials: Credentials = LOCAL
+) -> None:
     """Join the dataflow at `join` as a rollout worker until the run is finished; SIGTERM drains."""
     await anyio.to_thread.run_sync(prepare_torch)
     device = resolve_device(config.device)
     models = await resolve_models(config)
-    async with connect(join, DataflowService, connect_timeout=JOIN_S) as dataflow:
+    async with join_dataflow(join, credentials) as dataflow:
         worker = await build_worker(recipe, config, dataflow, models, worker_id, device)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(drain_on_signal, worker)
@@ -100,12 +112,24 @@ async def serve_raas(recipe: Recipe[AnyRun], config: AnyRun, join: str, worker_i
             tasks.cancel_scope.cancel()
 
 
+def join_dataflow(address: str, credentials: Credentials) -> AbstractAsyncContextManager[DataflowService]:
+    """A connection to the dataflow of a run."""
+    return connect(address, DataflowService, tls=credentials.tls, token=credentials.token, connect_timeout=JOIN_S)
+
+
 async def drain_on_signal(worker: Worker) -> None:
     await terminated()
     worker.drain()
 
 
-async def serve_trainer(recipe: Recipe[AnyRun], config: AnyRun, run: RunDirectory, join: str, policy: str) -> None:
+async def serve_trainer(
+    recipe: Recipe[AnyRun],
+    config: AnyRun,
+    run: RunDirectory,
+    join: str,
+    policy: str,
+    credentials: Credentials = LOCAL,
+) -> None:
     """Train one policy for the dataflow at `join` until its steps are done; SIGTERM saves a checkpoint and leaves.
 
     Raises:
@@ -120,7 +144,7 @@ async def serve_trainer(recipe: Recipe[AnyRun], config: AnyRun, run: RunDirector
     models = await resolve_models(config)
     store = DirectoryStore(run.weights(policy))
     spec = policy_spec(config, run, policy, models[policy], device)
-    async with connect(join, DataflowService, connect_timeout=JOIN_S) as dataflow, anyio.create_task_group() as tasks:
+    async with join_dataflow(join, credentials) as dataflow, anyio.create_task_group() as tasks:
         tasks.start_soon(cancel_on_signal, tasks.cancel_scope)
         await train(spec, config.trainer, dataflow, store, export=run.policy(policy))
         tasks.cancel_scope.cancel()

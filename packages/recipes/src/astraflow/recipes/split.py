@@ -9,14 +9,12 @@ import anyio
 import anyio.lowlevel
 from rich.console import Console
 
-from astraflow.dataflow import DataflowService
-from astraflow.rpc import connect
-
 from .config import AnyRun
+from .credentials import Credentials
 from .driver import Driver, RunResult, stop_on_signal
 from .recipe import Recipe
 from .rundir import RunDirectory
-from .serve import JOIN_S, child_environment, serve_commands
+from .serve import LOCAL, child_environment, join_dataflow, serve_commands
 from .summary import Summary, summarise
 from .supervisor import supervise
 from .view import watch
@@ -42,13 +40,15 @@ async def run_split(recipe: Recipe[AnyRun], config: AnyRun, run: RunDirectory, c
 
 
 async def drive(
-    recipe: Recipe[AnyRun], config: AnyRun, address: str, console: Console, trainers_done: Callable[[], Awaitable[None]]
+    recipe: Recipe[AnyRun],
+    config: AnyRun,
+    address: str,
+    console: Console,
+    trainers_done: Callable[[], Awaitable[None]],
+    credentials: Credentials = LOCAL,
 ) -> RunResult:
     """Drive the run of the dataflow at `address` through its phases and show it."""
-    async with (
-        connect(address, DataflowService, connect_timeout=JOIN_S) as dataflow,
-        anyio.create_task_group() as tasks,
-    ):
+    async with join_dataflow(address, credentials) as dataflow, anyio.create_task_group() as tasks:
         driver = Driver(dataflow, config.policies, recipe.suites if config.eval.problems else ())
         tasks.start_soon(stop_on_signal, driver, console)
         tasks.start_soon(watch, dataflow, lambda: driver.stage, config.steps, recipe.view_metrics, console)
@@ -57,7 +57,9 @@ async def drive(
     return result
 
 
-async def drive_by_hand(recipe: Recipe[AnyRun], config: AnyRun, address: str, console: Console) -> Summary:
+async def drive_by_hand(
+    recipe: Recipe[AnyRun], config: AnyRun, address: str, console: Console, credentials: Credentials
+) -> Summary:
     """Drive a run whose services somebody else started; they save and leave by themselves."""
-    result = await drive(recipe, config, address, console, anyio.lowlevel.checkpoint)
+    result = await drive(recipe, config, address, console, anyio.lowlevel.checkpoint, credentials)
     return summarise(recipe.name, config.seed, recipe.headlines, result, None)

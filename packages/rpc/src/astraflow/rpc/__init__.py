@@ -1,4 +1,4 @@
-"""Typed services over msgspec: a Protocol served and called in process, over a Unix socket or TCP."""
+"""Typed services over msgspec: a Protocol served and called in process, over a Unix socket, TCP or TLS."""
 
 from .client import connect, statistics
 from .declare import method, service
@@ -16,13 +16,18 @@ from .interface import (
 )
 from .proxy import strict
 from .server import Server, serve
-from .stats import MethodStats
+from .stats import BUCKETS, Histogram, MethodStats, prometheus
+from .tls import Tls
+from .token import Token, TokenFile, TokenVariable
+from .trace import trace_id
 
 __all__ = [
+    "BUCKETS",
     "MAX_FRAME",
     "DeadlineExceeded",
     "Description",
     "FrameTooLarge",
+    "Histogram",
     "InterfaceMismatch",
     "Method",
     "MethodStats",
@@ -30,13 +35,19 @@ __all__ = [
     "RemoteError",
     "RpcError",
     "Server",
+    "Tls",
+    "Token",
+    "TokenFile",
+    "TokenVariable",
     "Unauthorized",
     "Unavailable",
     "connect",
     "describe",
     "method",
+    "prometheus",
     "serve",
     "service",
     "statistics",
     "strict",
+    "trace_id",
 ]

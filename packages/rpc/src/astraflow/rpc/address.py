@@ -1,6 +1,6 @@
-"""Addresses: `unix:PATH` and `tcp://host:port`, bound before they are announced, and refused off this machine.
+"""Addresses: `inproc:NAME`, `unix:PATH`, `tcp://host:port` and `tls://host:port`, bound before they are announced.
 
-Traffic is neither encrypted nor authenticated by the transport yet, so only loopback and Unix sockets are taken.
+Invariant: what leaves this machine is encrypted. `tcp://` is of the loopback interface only, on either side.
 """
 
 from __future__ import annotations
@@ -11,11 +11,24 @@ import ipaddress
 import os
 import socket
 import stat
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
 BACKLOG = 512
+HOW_TO_MAKE = (
+    "`recipes certificates DIR --host NAME` writes a private CA, certificates and a token: serve with "
+    "tls=Tls(ca=DIR/ca.pem, certificate=DIR/server.pem, key=DIR/server-key.pem), token=TokenFile(DIR/token), connect "
+    "with client.pem and client-key.pem in their place"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class InprocAddress:
+    name: str
+
+    def __str__(self) -> str:
+        return f"inproc:{self.name}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +50,32 @@ class TcpAddress:
         return f"tcp://[{self.host}]:{self.port}" if ":" in self.host else f"tcp://{self.host}:{self.port}"
 
 
-Address = UnixAddress | TcpAddress
+@dataclass(frozen=True, slots=True)
+class TlsAddress:
+    """`host` is an IP address or a name; a client checks that the server's certificate is for it."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"tls://[{self.host}]:{self.port}" if ":" in self.host else f"tls://{self.host}:{self.port}"
+
+
+SocketAddress = UnixAddress | TcpAddress | TlsAddress
+Address = InprocAddress | SocketAddress
 
 
 def parse(text: str) -> Address:
     """Read an address.
 
     Raises:
-        ValueError: it is malformed, or not on this machine.
+        ValueError: it is malformed, or plain TCP off this machine.
     """
+    if text.startswith("inproc:"):
+        name = text.removeprefix("inproc:")
+        if not name:
+            raise ValueError("inproc: wants a name, as in inproc:dataflow")
+        return InprocAddress(name)
     if text.startswith("unix:"):
         path = text.removeprefix("unix:")
         if not path:
@@ -56,22 +86,29 @@ def parse(text: str) -> Address:
         port = url.port
     except ValueError as error:
         raise ValueError(f"{text}: {error}") from error
-    if url.scheme != "tcp" or not url.hostname or port is None or url.path:
-        raise ValueError(f"{text!r} is not an address: use unix:PATH or tcp://host:port")
-    host = "127.0.0.1" if url.hostname == "localhost" else url.hostname
-    try:
-        loopback = ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        loopback = False
-    if not loopback:
+    if url.scheme not in ("tcp", "tls") or not url.hostname or port is None or url.path:
         raise ValueError(
-            f"{text}: {url.hostname} is not a loopback address, and what travels there needs TLS, which this version "
-            "does not have; use tcp://127.0.0.1:PORT or unix:PATH (a tunnel such as ssh -L reaches another machine)"
+            f"{text!r} is not an address: use unix:PATH or tcp://host:port, tls://host:port or inproc:NAME"
         )
-    return TcpAddress(host, port)
+    if url.scheme == "tls":
+        return TlsAddress(url.hostname, port)
+    if not is_loopback(url.hostname):
+        raise ValueError(
+            f"{text}: {url.hostname} is not a loopback address, and tcp:// is not encrypted: use "
+            f"tls://{url.hostname}:{port} with TLS certificates and a token. {HOW_TO_MAKE}"
+        )
+    return TcpAddress("127.0.0.1" if url.hostname == "localhost" else url.hostname, port)
 
 
-def bind(address: Address) -> tuple[socket.socket, Address]:
+def is_loopback(host: str) -> bool:
+    """Whether a host is certainly this machine's loopback interface; a name is not, but for localhost."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def bind(address: SocketAddress) -> tuple[socket.socket, SocketAddress]:
     """A listening socket, and the address it is bound to (port 0 resolved). Blocks for milliseconds.
 
     Raises:
@@ -79,17 +116,22 @@ def bind(address: Address) -> tuple[socket.socket, Address]:
     """
     if isinstance(address, UnixAddress):
         return _bind_unix(address.path), address
-    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        family, _, _, _, where = socket.getaddrinfo(
+            address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+    except OSError as error:
+        raise OSError(error.errno, f"cannot listen on {address}: {error.strerror}") from error
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((address.host, address.port))
+        listener.bind(where)
         listener.listen(BACKLOG)
         listener.setblocking(False)
     except OSError as error:
         listener.close()
         raise OSError(error.errno, f"cannot listen on {address}: {error.strerror}") from error
-    return listener, TcpAddress(address.host, listener.getsockname()[1])
+    return listener, replace(address, port=listener.getsockname()[1])
 
 
 def _bind_unix(path: str) -> socket.socket:
@@ -145,5 +187,6 @@ class UnixPath:
         return found.st_dev, found.st_ino
 
     def remove(self) -> None:
-        if self._identity is not None and self._stat() == self._identity:
+        identity, self._identity = self._identity, None  # once: the next server's file may get the same inode
+        if identity is not None and self._stat() == identity:
             os.unlink(self._path)

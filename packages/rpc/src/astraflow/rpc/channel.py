@@ -25,12 +25,14 @@ from .frames import (
     encode_head,
 )
 from .interface import FrameTooLarge, ProtocolError, Unavailable
+from .tls import explain
 
 WRITE_HIGH_WATER = 1 << 20
 JOIN_BELOW = 1 << 16
 CLOSE_TIMEOUT = 1.0
 SILENT_INTERVALS = 2
 MAX_REASON = 4096
+CONTROL = (Ping, Pong, Refusal)
 
 log = structlog.get_logger(__name__)
 
@@ -39,36 +41,42 @@ class Channel(asyncio.BufferedProtocol):
     """Frames over a transport.
 
     `on_frame` is called with each frame, and may raise ProtocolError to refuse the peer. `closing` is set once no
-    more frames are sent or handled, `lost` when the transport is gone; `reason` then says why. `on_made` is called
-    when the transport is there, `on_closing` once when `closing` is set.
+    more frames are sent or handled, `lost` when the transport is gone; `reason` then says why, and `error` what the
+    transport failed with. While `writable` is false a message must wait in `ready()`. `on_closing` is called once when
+    `closing` is set. `peer` is for the log.
     """
 
     def __init__(
         self,
         on_frame: Callable[[Header, Payload], None],
         on_closing: Callable[[], None],
-        on_made: Callable[[], None] = lambda: None,
+        peer: str,
     ) -> None:
         self.reader = FrameReader(HANDSHAKE_LIMIT)
         self.send_limit = HANDSHAKE_LIMIT
+        self.writable = True
         self.closing = asyncio.Event()
         self.lost = asyncio.Event()
         self.reason = ""
         self.refusal: Refusal | None = None
+        self.error: Exception | None = None
+        self.peer = peer
         self._on_frame = on_frame
         self._on_closing = on_closing
-        self._on_made = on_made
         self._transport: asyncio.Transport | None = None
-        self._writable = asyncio.Event()
-        self._writable.set()
+        self._resumed = asyncio.Event()
         self._heard = False
+        self._greeted = False
+        self._unsent: list[Payload] = []
+        self._unsent_size = 0
 
     # --- asyncio's side ------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
         self._transport.set_write_buffer_limits(high=WRITE_HIGH_WATER)
-        self._on_made()
+        if self.closing.is_set():
+            self._transport.abort()
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self.reader.buffer()
@@ -79,7 +87,10 @@ class Channel(asyncio.BufferedProtocol):
             return
         try:
             for header, payload in self.reader.advance(nbytes):
-                self._handle(header, payload)
+                if isinstance(header, CONTROL):
+                    self._control(header)
+                else:
+                    self._on_frame(header, payload)
                 if self.closing.is_set():
                     return
         except ProtocolError as error:
@@ -91,40 +102,50 @@ class Channel(asyncio.BufferedProtocol):
         self.reason = self.reason or "the peer closed the connection"
 
     def pause_writing(self) -> None:
-        self._writable.clear()
+        self.writable = False
+        self._resumed.clear()
 
     def resume_writing(self) -> None:
-        self._writable.set()
+        self.writable = True
+        self._resumed.set()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._begin_closing(str(exc) if exc else "the connection was closed")
+        self.error = exc
+        self._begin_closing(explain(exc) if exc else "the connection was closed")
+        self._forget_unsent()
         self.lost.set()
-        self._writable.set()
+        self.resume_writing()
 
-    def _handle(self, header: Header, payload: Payload) -> None:
-        match header:
-            case Ping():
-                if self._writable.is_set():
-                    self.send(Pong())
-            case Pong():
-                pass
-            case Refusal():
-                self.refusal = header
-                self.close(f"refused by the peer: {header.message}")
-            case _:
-                self._on_frame(header, payload)
+    def _control(self, header: Ping | Pong | Refusal) -> None:
+        if isinstance(header, Refusal):
+            self.refusal = header
+            self.close(f"refused by the peer: {header.message}")
+        elif not self._greeted:
+            raise ProtocolError(f"{type(header).__name__} before the greeting")
+        elif isinstance(header, Ping) and self.writable:
+            self.send(Pong())
 
     # --- our side ------------------------------------------------------------------------------------------------
 
+    def greeted(self, max_frame: int) -> None:
+        """The peer has said who it is: larger frames are taken from it, and pings."""
+        self._greeted = True
+        self.reader.max_frame = max_frame
+
+    async def room(self) -> None:
+        """Wait until a message may be written, or there is no more point in it."""
+        while not self.writable:
+            await self._resumed.wait()
+
     async def ready(self) -> None:
         """Wait until a message may be written. Raises Unavailable if the connection is or goes down."""
-        while not self._writable.is_set():
-            await self._writable.wait()
+        await self.room()
         if self.closing.is_set():
             raise Unavailable(self.reason)
 
-    def send(self, header: Header, payload: bytes = b"") -> None:
-        """Write one frame; on a closing connection it is dropped.
+    def send(self, header: Header, payload: Payload = b"", urgent: bool = True) -> None:
+        """Write one frame; on a closing connection it is dropped. What is not `urgent` may wait for the loop's next
+        turn, so that many small frames become one write.
 
         Raises:
             FrameTooLarge: nothing was written.
@@ -133,14 +154,29 @@ class Channel(asyncio.BufferedProtocol):
         if self.closing.is_set() or self._transport is None:
             return
         if len(payload) < JOIN_BELOW:
-            self._transport.write(head + payload)
+            if not self._unsent and not urgent:
+                asyncio.get_running_loop().call_soon(self._flush)
+            self._unsent += (head, payload)
+            self._unsent_size += len(head) + len(payload)
+            if urgent or self._unsent_size > JOIN_BELOW:
+                self._flush()
         else:
+            self._flush()
             self._transport.write(head)
             self._transport.write(payload)
 
+    def _flush(self) -> None:
+        if self._unsent and self._transport is not None:
+            self._transport.write(b"".join(self._unsent))
+        self._forget_unsent()
+
+    def _forget_unsent(self) -> None:
+        self._unsent.clear()
+        self._unsent_size = 0
+
     def refuse(self, kind: RefusalKind, message: str) -> None:
         """Tell the peer why, and close."""
-        log.warning("peer refused", kind=kind, reason=message[:MAX_REASON])
+        log.warning("peer refused", peer=self.peer, kind=kind, reason=message[:MAX_REASON])
         self.send(Refusal(kind, message[:MAX_REASON]))
         self.close(message[:MAX_REASON])
 
@@ -148,7 +184,10 @@ class Channel(asyncio.BufferedProtocol):
         """Send what is written, then close. Nothing is handled or sent from here on."""
         self._begin_closing(reason)
         if self._transport is not None:
+            self._flush()
             self._transport.close()
+        else:
+            self.lost.set()
 
     def abort(self, reason: str) -> None:
         """Close at once, unsent frames included."""
@@ -180,7 +219,8 @@ class Channel(asyncio.BufferedProtocol):
                 return
             else:
                 silent += 1
-                if self._writable.is_set():
+                self.reader.rest()
+                if self.writable:
                     self.send(Ping())
             self._heard, unsent = False, self._backlog()
 

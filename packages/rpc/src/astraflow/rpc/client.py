@@ -14,13 +14,16 @@ from contextlib import asynccontextmanager
 from typing import Any, TypeVar, cast
 
 import anyio
+import anyio.to_thread
 import structlog
 
 from . import frames
-from .address import Address, UnixAddress, parse
+from .address import Address, InprocAddress, SocketAddress, TcpAddress, TlsAddress, UnixAddress, parse
 from .background import background
-from .connection import Connection, Outgoing
+from .channel import CLOSE_TIMEOUT, Channel
+from .connection import Connection, StreamCall
 from .describe import Description, Method, describe
+from .inproc import find
 from .interface import (
     DeadlineExceeded,
     InterfaceMismatch,
@@ -29,8 +32,10 @@ from .interface import (
     Unavailable,
 )
 from .invoke import decode_response, encode_request
-from .proxy import carrier_of, make_proxy
+from .proxy import StrictCarrier, carrier_of, make_proxy
 from .stats import MethodStats
+from .tls import BROKEN_OFF, Tls, client_context, explain, is_certificate_problem
+from .token import Token, read_tokens
 
 FIRST_DELAY = 0.05
 LAST_DELAY = 2.0
@@ -49,10 +54,11 @@ class Client:
 
     def __init__(
         self,
-        address: Address,
+        address: SocketAddress,
         description: Description,
         *,
-        token: str | None,
+        tls: Tls | None,
+        token: Token | None,
         default_timeout: float,
         max_frame: int,
         keepalive: float,
@@ -60,6 +66,7 @@ class Client:
         self.address = address
         self.stats = {name: MethodStats() for name in description.methods}
         self._description = description
+        self._tls = tls
         self._token = token
         self._default_timeout = default_timeout
         self._max_frame = max_frame
@@ -104,25 +111,43 @@ class Client:
 
     async def _dial(self) -> Connection:
         """Connect and shake hands. Raises an RpcError that says why it did not work."""
-        loop = asyncio.get_running_loop()
-        connection = Connection(self._description, self.stats, self._max_frame, self._keepalive)
+        connection = Connection(str(self.address), self._description, self.stats, self._max_frame, self._keepalive)
         try:
             with anyio.fail_after(DIAL_TIMEOUT):
-                if isinstance(self.address, UnixAddress):
-                    await loop.create_unix_connection(lambda: connection.channel, self.address.path)
-                else:
-                    await loop.create_connection(lambda: connection.channel, self.address.host, self.address.port)
-                await connection.handshake(self._token)
+                token = "" if self._token is None else (await anyio.to_thread.run_sync(read_tokens, self._token))[0]
+                await self._open(connection.channel)
+                await connection.handshake(token)
         except TimeoutError as error:
             connection.channel.abort("no answer")
             raise Unavailable(f"{self.address}: no answer within {DIAL_TIMEOUT:g} s") from error
-        except OSError as error:
-            connection.channel.abort(str(error))
-            raise Unavailable(f"{self.address}: {error}") from error
-        except BaseException:
+        except (OSError, ValueError) as error:
+            connection.channel.abort(explain(error))
+            kind = Unauthorized if is_certificate_problem(error) else Unavailable
+            raise kind(f"{self.address}: {explain(error)}") from error
+        except BaseException as error:
             connection.channel.abort("the handshake failed")
+            if isinstance(error, Unavailable) and isinstance(self.address, TlsAddress):
+                raise Unavailable(f"{self.address}: {error}; {BROKEN_OFF}") from error
             raise
         return connection
+
+    async def _open(self, channel: Channel) -> None:
+        loop = asyncio.get_running_loop()
+        match self.address:
+            case UnixAddress(path):
+                await loop.create_unix_connection(lambda: channel, path)
+            case TlsAddress(host, port):
+                context = await anyio.to_thread.run_sync(client_context, self._tls or Tls())
+                await loop.create_connection(
+                    lambda: channel,
+                    host,
+                    port,
+                    ssl=context,
+                    ssl_handshake_timeout=DIAL_TIMEOUT,
+                    ssl_shutdown_timeout=CLOSE_TIMEOUT,
+                )
+            case TcpAddress(host, port):
+                await loop.create_connection(lambda: channel, host, port)
 
     async def connected(self, timeout: float) -> None:
         """Wait for the first connection.
@@ -150,7 +175,7 @@ class Client:
         """One unary call, until the caller's deadline or `default_timeout`, whichever is earlier."""
         body = encode_request(method, request)
         deadline = anyio.current_effective_deadline()
-        limit = anyio.current_time() + self._default_timeout
+        limit = asyncio.get_running_loop().time() + self._default_timeout
         if deadline <= limit:
             try:
                 return await self._attempts(method, body, deadline)
@@ -159,7 +184,19 @@ class Client:
                 if deadline < math.inf:
                     await anyio.sleep(max(0.0, deadline - anyio.current_time()) + OWNER_FIRST)
                 raise
-        with anyio.move_on_after(self._default_timeout):
+        connection = self._connection
+        if connection is not None and connection.claim():  # only the answer is to be waited for
+            call = connection.unary(method, body, limit)
+            try:
+                return decode_response(method, await call.answer_until(limit))
+            except DeadlineExceeded:
+                raise self._late(method) from None
+            except Unavailable:
+                if not method.idempotent or self._closed:
+                    raise
+            finally:
+                call.close()
+        with anyio.CancelScope(deadline=limit):
             return await self._attempts(method, body, limit)
         raise self._late(method)
 
@@ -167,12 +204,12 @@ class Client:
         while True:
             connection = await self._usable(wait=method.idempotent)
             try:
-                call = await connection.begin(method, body, deadline)
+                waited = await connection.place()
+                call = connection.unary(method, body, deadline, waited)
                 try:
-                    _, payload = await call.next()
+                    return decode_response(method, await call.answer())
                 finally:
                     call.close()
-                return decode_response(method, payload)
             except Unavailable:
                 if not method.idempotent or self._closed:
                     raise
@@ -196,12 +233,12 @@ class Client:
         finally:
             call.close()
 
-    async def _begin_stream(self, method: Method, body: bytes) -> Outgoing:
+    async def _begin_stream(self, method: Method, body: bytes) -> StreamCall:
         with anyio.move_on_after(self._default_timeout):
             while True:
                 connection = await self._usable(wait=method.idempotent)
                 try:
-                    return await connection.begin(method, body, math.inf)
+                    return connection.stream(method, body, await connection.place())
                 except Unavailable:
                     if not method.idempotent or self._closed:
                         raise
@@ -213,33 +250,46 @@ async def connect(
     address: str,
     interface: Callable[..., T],
     *,
-    token: str | None = None,
+    tls: Tls | None = None,
+    token: Token | None = None,
     default_timeout: float = 60.0,
     connect_timeout: float = 10.0,
     max_frame: int = frames.MAX_FRAME,
     keepalive: float = 10.0,
+    strict: bool = False,
 ) -> AsyncIterator[T]:
-    """A proxy of the object served as `interface` (a Protocol class) at `unix:PATH` or `tcp://host:port`.
+    """A proxy of the object served as `interface` (a Protocol class) at an address as `serve` takes it.
 
     The first connection is waited for `connect_timeout` seconds, so a server may start later than its client; a lost
     one is made again for as long as the body runs.
 
     Args:
+        tls: whom to trust and what to show at a tls:// address; None trusts the system's authorities.
+        token: what to present; of several, the first.
         default_timeout: limit in seconds of a call whose caller has no earlier deadline.
         max_frame: largest message taken, in bytes.
         keepalive: a server that has been silent for 3 × this many seconds is given up.
+        strict: at an inproc: address, hand every message over through msgspec and back instead of the object itself.
 
     Raises:
-        ValueError: the address is malformed or not on this machine.
+        ValueError: the address is malformed or plain TCP off this machine, or `tls` or `token` is not usable.
         TypeError: `interface` cannot be served.
         Unavailable: no server there.
         InterfaceMismatch: it serves something else; the message lists what differs.
-        Unauthorized: it did not take the token.
+        Unauthorized: it did not take the token, or one side the other's certificate.
+        OSError: a file of `tls` or `token` cannot be read.
     """
     description = describe(interface)
+    where = parse(address)
+    await anyio.to_thread.run_sync(_check_credentials, where, tls, token)
+    if isinstance(where, InprocAddress):
+        impl = await find(where, description, connect_timeout)
+        yield cast("T", make_proxy(description, StrictCarrier(impl, description)) if strict else impl)
+        return
     client = Client(
-        parse(address),
+        where,
         description,
+        tls=tls,
         token=token,
         default_timeout=default_timeout,
         max_frame=max_frame,
@@ -248,6 +298,15 @@ async def connect(
     async with background(client.run):
         await client.connected(connect_timeout)
         yield cast("T", make_proxy(description, client))
+
+
+def _check_credentials(address: Address, tls: Tls | None, token: Token | None) -> None:
+    if token is not None:
+        read_tokens(token)
+    if isinstance(address, TlsAddress):
+        client_context(tls or Tls())
+    elif tls is not None:
+        raise ValueError(f"{address} is not encrypted, tls= is for a tls:// address")
 
 
 def statistics(proxy: object) -> Mapping[str, MethodStats]:

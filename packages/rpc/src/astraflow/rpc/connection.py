@@ -7,9 +7,11 @@ connection is lost. A call whose caller has gone keeps its id until the server's
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Mapping
-from typing import NoReturn
+from time import monotonic
+from typing import TypeVar
 
 import anyio
 import msgspec
@@ -29,24 +31,92 @@ from .interface import (
     Unavailable,
 )
 from .stats import MethodStats
+from .tls import is_certificate_problem
+from .trace import outgoing_trace
+
+SMALLEST_LIMIT = 1024
 
 REFUSALS: Mapping[str, type[RpcError]] = {
     "InterfaceMismatch": InterfaceMismatch,
     "Unauthorized": Unauthorized,
     "ProtocolError": ProtocolError,
     "FrameTooLarge": FrameTooLarge,
+    "Busy": Unavailable,
 }
+
+AnyCall = TypeVar("AnyCall", bound="Outgoing")
 
 
 class Outgoing:
-    """A call in flight, as its caller waits on it."""
+    """A call in flight, as its owner sees it."""
+
+    __slots__ = ("_connection", "abandoned", "begun", "id", "method")
 
     def __init__(self, connection: Connection, call_id: int, method: Method) -> None:
         self.id = call_id
         self.method = method
         self.abandoned = False
-        self.buffered = 0
+        self.begun = monotonic()
         self._connection = connection
+
+    def push(self, header: Header, payload: Payload) -> None:
+        """A frame for this call came."""
+        raise NotImplementedError
+
+    def lose(self) -> None:
+        """The connection was lost, no further frame will come."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """The owner goes. If the call has not ended, the server is told to cancel it."""
+        if not self.abandoned and self.id in self._connection.calls:
+            self.abandoned = True
+            self._connection.channel.send(frames.Cancel(self.id))
+
+
+class UnaryCall(Outgoing):
+    """A call with one answer."""
+
+    __slots__ = ("_answer", "limit")
+
+    def __init__(self, connection: Connection, call_id: int, method: Method) -> None:
+        super().__init__(connection, call_id, method)
+        self.limit = math.inf
+        self._answer: asyncio.Future[Payload] = asyncio.get_running_loop().create_future()
+
+    def push(self, header: Header, payload: Payload) -> None:
+        if isinstance(header, frames.Failure):
+            self._fail(self._connection.failure(self.method, payload))
+        elif not self._answer.done():
+            self._answer.set_result(payload)
+
+    def lose(self) -> None:
+        self._fail(self._connection.lost(self.method))
+
+    def _fail(self, error: Exception) -> None:
+        if not self._answer.done():
+            self._answer.set_exception(error)
+
+    async def answer(self) -> Payload:
+        """Raises Unavailable if the connection is lost before it came, or what a Failure says."""
+        return await self._answer
+
+    async def answer_until(self, limit: float) -> Payload:
+        """As answer(), and raises DeadlineExceeded at `limit`, on the loop's clock."""
+        self.limit = limit
+        self._connection.expire_at(limit)
+        return await self._answer
+
+    def expire(self) -> None:
+        self._fail(DeadlineExceeded(f"{self.method.name} was not answered in time"))
+
+
+class StreamCall(Outgoing):
+    """A call answered by items, of which a window may wait here, and an end."""
+
+    def __init__(self, connection: Connection, call_id: int, method: Method) -> None:
+        super().__init__(connection, call_id, method)
+        self.buffered = 0
         self._frames: deque[tuple[Header, Payload]] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._consumed = 0
@@ -58,19 +128,22 @@ class Outgoing:
             raise ProtocolError(f"the server sent more of {self.method.name} than it was given credit for")
         self.buffered += frames.cost(payload)
         self._frames.append((header, payload))
-        self.wake()
+        self._wake()
 
-    def wake(self) -> None:
+    def lose(self) -> None:
+        self._wake()
+
+    def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     async def next(self) -> tuple[Header, Payload]:
         """The next frame. Raises Unavailable if the connection is lost before it came, or what a Failure says."""
-        if self._frames and self.method.stream:
+        if self._frames:
             await asyncio.sleep(0)  # a reader of buffered items must not hold the loop
         while not self._frames:
             if self._connection.channel.closing.is_set():
-                self._connection.raise_lost(self.method)
+                raise self._connection.lost(self.method)
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         header, payload = self._frames.popleft()
@@ -87,20 +160,17 @@ class Outgoing:
             self._consumed = 0
 
     def close(self) -> None:
-        """The caller goes. If the call has not ended, the server is told to cancel it."""
         self._frames.clear()
-        if not self.abandoned and self.id in self._connection.calls:
-            self.abandoned = True
-            self._connection.channel.send(frames.Cancel(self.id))
+        super().close()
 
 
 class Connection:
     """`retired` is set when no new call may begin here: the server said goodbye, or the connection is gone."""
 
     def __init__(
-        self, description: Description, stats: Mapping[str, MethodStats], max_frame: int, keepalive: float
+        self, peer: str, description: Description, stats: Mapping[str, MethodStats], max_frame: int, keepalive: float
     ) -> None:
-        self.channel = Channel(self._on_frame, self._on_closing)
+        self.channel = Channel(self._on_frame, self._on_closing, peer)
         self.calls: dict[int, Outgoing] = {}
         self.retired = asyncio.Event()
         self._description = description
@@ -110,8 +180,9 @@ class Connection:
         self._welcome: asyncio.Future[frames.Welcome | None] = asyncio.get_running_loop().create_future()
         self._slots: anyio.Semaphore | None = None
         self._last_id = 0
+        self._timer: asyncio.TimerHandle | None = None
 
-    async def handshake(self, token: str | None) -> None:
+    async def handshake(self, token: str) -> None:
         """Introduce us.
 
         Raises:
@@ -119,14 +190,16 @@ class Connection:
             Unavailable: the connection was lost.
         """
         table = frames.encode(self._description.table)
-        hello = frames.Hello(frames.VERSION, self._description.fingerprint, self._max_frame, token or "")
+        hello = frames.Hello(frames.VERSION, self._description.fingerprint, self._max_frame, token)
         self.channel.send(hello, table)
         welcome = await self._welcome
         if welcome is None:
             refusal = self.channel.refusal
             if refusal is not None:
                 raise REFUSALS[refusal.kind](refusal.message)
-            raise Unavailable(self.channel.reason)
+            if is_certificate_problem(self.channel.error):
+                raise Unauthorized(self.channel.reason)
+            raise Unavailable(f"{self.channel.reason} before it said welcome")
         self._slots = anyio.Semaphore(welcome.max_calls, fast_acquire=True)
 
     async def run(self) -> None:
@@ -136,31 +209,63 @@ class Connection:
         finally:
             await self.channel.aclose("the client closed")
 
-    async def begin(self, method: Method, body: bytes, deadline: float) -> Outgoing:
-        """Send a call; its owner must `close()` it.
+    def claim(self) -> bool:
+        """Take a place for a call, if there is one without waiting."""
+        slots = self._slots
+        if slots is None or slots.value == 0 or not self.channel.writable or self.retired.is_set():
+            return False
+        slots.acquire_nowait()
+        return True
 
-        Raises:
-            Unavailable: it was not sent.
-            DeadlineExceeded: the deadline (anyio's clock) passed before it could be sent.
-            FrameTooLarge: it was not sent.
-        """
-        assert self._slots is not None, "begin() comes after handshake()"
+    async def place(self) -> float:
+        """Wait for a place; returns for how long, in seconds. Raises Unavailable if the connection is lost."""
+        assert self._slots is not None, "calls come after handshake()"
+        since = monotonic()
         await self._slots.acquire()
         try:
             await self.channel.ready()
-            timeout = deadline - asyncio.get_running_loop().time()
-            if timeout <= 0:
-                raise DeadlineExceeded(f"{self._description.name}.{method.name}: no time was left to begin the call")
-            self._last_id += 1
-            header = frames.Call(self._last_id, method.name, None if timeout == float("inf") else timeout)
-            self.channel.send(header, body)
         except BaseException:
             self._slots.release()
             raise
-        call = self.calls[header.id] = Outgoing(self, header.id, method)
-        stats = self._stats[method.name]
-        stats.calls += 1
-        stats.in_flight += 1
+        return monotonic() - since
+
+    def unary(self, method: Method, body: bytes, deadline: float, waited: float = 0.0) -> UnaryCall:
+        """Send a call, for which there must be a place; its owner must `close()` it.
+
+        Raises:
+            DeadlineExceeded: it was not sent, the deadline (on the loop's clock) has passed.
+            FrameTooLarge: it was not sent.
+        """
+        return self._begun(UnaryCall(self, self._send(method, body, deadline), method), body, waited)
+
+    def stream(self, method: Method, body: bytes, waited: float) -> StreamCall:
+        """As unary(), for a stream, which has no deadline."""
+        return self._begun(StreamCall(self, self._send(method, body, math.inf), method), body, waited)
+
+    def _send(self, method: Method, body: bytes, deadline: float) -> int:
+        self._last_id += 1
+        try:
+            timeout = None
+            if deadline < math.inf:
+                timeout = deadline - asyncio.get_running_loop().time()
+                if timeout <= 0:
+                    raise DeadlineExceeded(f"{self._description.name}.{method.name}: no time was left to begin")
+            self.channel.send(
+                frames.Call(self._last_id, method.name, timeout, outgoing_trace()), body, urgent=not self.calls
+            )
+        except BaseException:
+            self._release()
+            raise
+        return self._last_id
+
+    def _release(self) -> None:
+        if self._slots is not None:
+            self._slots.release()
+
+    def _begun(self, call: AnyCall, body: bytes, waited: float) -> AnyCall:
+        self.calls[call.id] = call
+        stats = self._stats[call.method.name]
+        stats.begin(waited)
         stats.bytes_sent += len(body)
         return call
 
@@ -174,24 +279,44 @@ class Connection:
             self.retired.set()
         return error_of(body, self._description, method.name)
 
-    def raise_lost(self, method: Method) -> NoReturn:
-        raise Unavailable(f"{self._description.name}.{method.name}: {self.channel.reason}")
+    def lost(self, method: Method) -> Unavailable:
+        return Unavailable(f"{self._description.name}.{method.name}: {self.channel.reason}")
+
+    def expire_at(self, limit: float) -> None:
+        """Look at that time, or before, for calls that have reached their limit.
+
+        One timer for all of them: nearly every call ends long before, and a timer of its own costs more than the rest.
+        """
+        if self._timer is None or limit < self._timer.when():
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = asyncio.get_running_loop().call_at(limit, self._expire)
+
+    def _expire(self) -> None:
+        self._timer = None
+        now = asyncio.get_running_loop().time()
+        waiting = [call for call in self.calls.values() if isinstance(call, UnaryCall) and not call.abandoned]
+        for call in waiting:
+            if call.limit <= now:
+                call.expire()
+        later = min((call.limit for call in waiting if call.limit > now), default=math.inf)
+        if later < math.inf:
+            self.expire_at(later)
 
     def _on_closing(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
         self.retired.set()
         if not self._welcome.done():
             self._welcome.set_result(None)
         for call in list(self.calls.values()):
             self._forget(call, failed=True)
-            call.wake()
+            call.lose()
 
     def _forget(self, call: Outgoing, failed: bool) -> None:
         del self.calls[call.id]
-        stats = self._stats[call.method.name]
-        stats.in_flight -= 1
-        stats.failures += failed
-        if self._slots is not None:
-            self._slots.release()
+        self._stats[call.method.name].end(monotonic() - call.begun, failed)
+        self._release()
 
     def _on_frame(self, header: Header, payload: Payload) -> None:
         match header:
@@ -206,7 +331,9 @@ class Connection:
             case frames.Goodbye():
                 self.retired.set()
             case frames.Welcome() if not self._welcome.done():
-                self.channel.reader.max_frame = self._max_frame
+                if header.max_calls < 1 or header.max_frame < SMALLEST_LIMIT:
+                    raise ProtocolError(f"no call fits in {header.max_calls} calls of {header.max_frame} bytes")
+                self.channel.greeted(self._max_frame)
                 self.channel.send_limit = header.max_frame
                 self._welcome.set_result(header)
             case _:

@@ -32,12 +32,24 @@ def failure_of(error: Exception, description: Description) -> FailureBody:
     """
     while isinstance(error, ExceptionGroup) and len(error.exceptions) == 1:
         error = error.exceptions[0]
-    message = str(error)[:MAX_TEXT]
+    message = _said(error)
     for base in type(error).__mro__:
         if base in description.errors:
             return FailureBody("declared", base.__name__, message)
-    frames = "".join(traceback.format_tb(error.__traceback__)[-SUMMARY_FRAMES:])[-MAX_TEXT:]
+    frames = encodable("".join(traceback.format_tb(error.__traceback__)[-SUMMARY_FRAMES:])[-MAX_TEXT:])
     return FailureBody("error", type(error).__name__, message, frames)
+
+
+def encodable(text: str) -> str:
+    """The text with what UTF-8 cannot hold (a file name's stray bytes, say) escaped."""
+    return text.encode(errors="backslashreplace").decode()
+
+
+def _said(error: Exception) -> str:
+    try:
+        return encodable(str(error)[:MAX_TEXT])
+    except Exception as failed:  # the handler's own class: it may raise anything, and the caller still wants an answer
+        return f"(its text could not be made: {type(failed).__name__})"
 
 
 def error_of(failure: FailureBody, description: Description, method: str) -> Exception:

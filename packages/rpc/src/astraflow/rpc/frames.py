@@ -11,15 +11,16 @@ belongs to that frame alone and is read-only, so that views decoded from it stay
 from __future__ import annotations
 
 import mmap
+import struct
 from collections.abc import Iterator
 from typing import Any, Literal
 
 import msgspec
 
+from .buffers import Buffers
 from .interface import FrameTooLarge, ProtocolError
 
 VERSION = 1
-PREFIX = 6
 SCRATCH = 1 << 16
 MAX_FRAME = 64 << 20
 """Default limit in bytes. msgspec holds the interpreter while it copies: 64 MiB of arrays take about 40 ms a side."""
@@ -28,11 +29,14 @@ HANDSHAKE_LIMIT = 1 << 18
 STREAM_WINDOW = 16 << 20
 ITEM_OVERHEAD = 256
 
+TLS_RECORDS = (0x1503, 0x1603)
+"""How a TLS alert and a TLS handshake begin."""
+
 Payload = bytes | memoryview
 DECODE_ERRORS = (msgspec.DecodeError, ValueError, RecursionError)
 
 
-RefusalKind = Literal["InterfaceMismatch", "Unauthorized", "ProtocolError", "FrameTooLarge"]
+RefusalKind = Literal["InterfaceMismatch", "Unauthorized", "ProtocolError", "FrameTooLarge", "Busy"]
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
@@ -60,11 +64,15 @@ class Refusal(msgspec.Struct, frozen=True, array_like=True, tag=3):
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """Client: run a method. `timeout` in seconds from now (None: no deadline). Exactly one final frame answers it."""
+    """Client: run a method. `timeout` in seconds from now (None: no deadline), `trace` says what it is part of.
+
+    Exactly one final frame answers it.
+    """
 
     id: int
     method: str
     timeout: float | None = None
+    trace: str = ""
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=5):
@@ -116,8 +124,11 @@ class Pong(msgspec.Struct, frozen=True, array_like=True, tag=13):
 
 Header = Hello | Welcome | Refusal | Call | Cancel | Credit | Item | Result | End | Failure | Goodbye | Ping | Pong
 
-_header_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Header)
-encode = msgspec.msgpack.Encoder().encode
+_length = struct.Struct(">I")
+_sizes = struct.Struct(">IH")
+_decode_header = msgspec.msgpack.Decoder[Any](Header).decode
+_encoder = msgspec.msgpack.Encoder()
+encode, encode_into = _encoder.encode, _encoder.encode_into
 
 
 def cost(payload: Payload) -> int:
@@ -132,10 +143,10 @@ def encode_head(header: Header, payload_size: int, limit: int) -> bytes:
         FrameTooLarge: the frame exceeds the peer's `limit`.
     """
     head = encode(header)
-    length = PREFIX - 4 + len(head) + payload_size
+    length = 2 + len(head) + payload_size
     if length > limit:
         raise FrameTooLarge(f"a message of {length} bytes exceeds the limit of {limit} bytes; send arrays in pieces")
-    return length.to_bytes(4, "big") + len(head).to_bytes(2, "big") + head
+    return _sizes.pack(length, len(head)) + head
 
 
 class FrameReader:
@@ -147,6 +158,7 @@ class FrameReader:
         self._scratch = memoryview(bytearray(SCRATCH))
         self._start = self._end = 0
         self._large: memoryview | None = None
+        self._buffers = Buffers()
         self._filled = 0
 
     def buffer(self) -> memoryview:
@@ -166,51 +178,64 @@ class FrameReader:
             self._filled += count
             if self._filled == len(self._large):
                 frame, self._large = self._large.toreadonly(), None
-                header, size = _head(frame)
-                yield header, frame[size:]
+                header, payload = _head(frame, 4, len(frame))
+                yield header, frame[payload:]
             return
-        self._end += count
+        scratch, end = self._scratch, self._end + count
+        self._end = end
         length = 0
-        while self._end - self._start >= 4:
-            length = int.from_bytes(self._scratch[self._start : self._start + 4], "big")
+        while end - self._start >= 4:
+            (length,) = _length.unpack_from(scratch, self._start)
             if length > self.max_frame:
-                raise FrameTooLarge(f"a frame of {length} bytes exceeds the limit of {self.max_frame} bytes")
-            stop = self._start + 4 + length
-            if stop > self._end:
+                raise _too_large(length, self.max_frame)
+            start = self._start + 4
+            stop = start + length
+            if stop > end:
                 break
-            frame = self._scratch[self._start + 4 : stop]
             self._start = stop
-            header, size = _head(frame)
-            yield header, bytes(frame[size:])
+            header, payload = _head(scratch, start, stop)
+            yield header, bytes(scratch[payload:stop])
         self._make_room(length)
 
     def _make_room(self, length: int) -> None:
         pending = self._end - self._start
         if pending >= 4 and 4 + length > SCRATCH:
-            self._large = _allocate(length)
-            self._filled = pending - 4
-            self._large[: self._filled] = self._scratch[self._start + 4 : self._end]
+            self._large = self._allocate(4 + length)
+            self._filled = pending
+            self._large[:pending] = self._scratch[self._start : self._end]
             pending = 0
         elif pending and self._start:
             self._scratch[:pending] = bytes(self._scratch[self._start : self._end])
         self._start, self._end = 0, pending
 
+    def _allocate(self, length: int) -> memoryview:
+        # Clearing a large buffer at once would block the loop, and a peer that only announces would cost its memory:
+        # anonymous pages come as the bytes do.
+        if length > 16 << 20:
+            return memoryview(mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+        return memoryview(self._buffers.take(length))[:length]
 
-def _allocate(length: int) -> memoryview:
-    # Clearing a large buffer at once would block the loop, and a peer that only announces would cost its memory:
-    # anonymous pages come as the bytes do. Below, the allocator's warm memory is three times faster.
-    if length > 16 << 20:
-        return memoryview(mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
-    return memoryview(bytearray(length))
+    def rest(self) -> None:
+        """Let go of memory that was kept for frames to come."""
+        self._buffers.clear()
 
 
-def _head(frame: memoryview) -> tuple[Header, int]:
-    """The header of a frame (without its length), and where its payload starts."""
-    size = 2 + int.from_bytes(frame[:2], "big")
-    if len(frame) < 2 or size > len(frame):
+def _too_large(length: int, limit: int) -> FrameTooLarge | ProtocolError:
+    if length >> 16 in TLS_RECORDS:
+        return ProtocolError("one side speaks TLS and the other does not: use tls:// on both, or tcp:// on both")
+    return FrameTooLarge(f"a frame of {length} bytes exceeds the limit of {limit} bytes")
+
+
+def _head(buffer: memoryview, start: int, stop: int) -> tuple[Header, int]:
+    """The header of the frame whose length ends at `start`, and where its payload begins."""
+    if stop - start < 2:
+        raise ProtocolError("a frame without a header")
+    _, size = _sizes.unpack_from(buffer, start - 4)
+    payload = start + 2 + size
+    if payload > stop:
         raise ProtocolError("the header is longer than its frame")
     try:
-        header: Header = _header_decoder.decode(frame[2:size])
+        header: Header = _decode_header(buffer[start + 2 : payload])
     except DECODE_ERRORS as error:
         raise ProtocolError(f"unknown header: {error}") from error
-    return header, size
+    return header, payload

@@ -37,7 +37,7 @@ class ProtocolError(RpcError):
 
 
 class Unauthorized(RpcError):
-    """The peer refused the token."""
+    """The peer refused the token, or one side did not accept the other's certificate."""
 
 
 class RemoteError(RpcError):

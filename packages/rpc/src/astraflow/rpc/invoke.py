@@ -8,9 +8,12 @@ from typing import Any
 
 import msgspec
 
+from .buffers import Buffers
 from .describe import Method
-from .frames import DECODE_ERRORS, Payload, encode
+from .frames import DECODE_ERRORS, Payload, encode, encode_into
 from .interface import RemoteError
+
+LARGE = 1 << 16
 
 
 def invoke(impl: object, method: Method, request: object) -> Any:
@@ -31,12 +34,41 @@ async def closing(items: AsyncIterator[Any]) -> AsyncIterator[AsyncIterator[Any]
 
 def encode_request(method: Method, request: object) -> bytes:
     """Raises TypeError if the argument is not of the declared type."""
-    return _encode(method.name, "argument", method.request_types, request)
+    if not isinstance(request, method.request_types):
+        raise _wrong(method.name, "argument", method.request_types, request)
+    return encode(request)
 
 
 def encode_response(method: Method, response: object) -> bytes:
     """Raises TypeError if the handler gave something else than it declares."""
-    return _encode(method.name, "item" if method.stream else "result", method.response_types, response)
+    check_response(method, response)
+    return encode(response)
+
+
+def check_response(method: Method, response: object) -> None:
+    if not isinstance(response, method.response_types):
+        raise _wrong(method.name, "item" if method.stream else "result", method.response_types, response)
+
+
+class ItemEncoder:
+    """As encode_response(), for the items of one stream. Large ones share memory: a view is good while it is held."""
+
+    def __init__(self, method: Method) -> None:
+        self._method = method
+        self._buffers = Buffers()
+        self._last_size = 0
+
+    def encode(self, item: object) -> Payload:
+        body: Payload
+        if self._last_size < LARGE:
+            body = encode_response(self._method, item)
+        else:
+            check_response(self._method, item)
+            buffer = self._buffers.take(self._last_size)
+            encode_into(item, buffer)
+            body = memoryview(buffer)
+        self._last_size = len(body)
+        return body
 
 
 def decode_request(method: Method, payload: Payload) -> object:
@@ -55,8 +87,6 @@ def decode_response(method: Method, payload: Payload) -> Any:
         raise RemoteError("ValidationError", f"the result of {method.name}: {error}") from error
 
 
-def _encode(name: str, role: str, wanted: tuple[type[Any], ...], value: object) -> bytes:
-    if not isinstance(value, wanted):
-        names = " or ".join(kind.__name__ for kind in wanted)
-        raise TypeError(f"the {role} of {name} must be {names}, not {type(value).__name__}")
-    return encode(value)
+def _wrong(name: str, role: str, wanted: tuple[type[Any], ...], value: object) -> TypeError:
+    names = " or ".join(kind.__name__ for kind in wanted)
+    return TypeError(f"the {role} of {name} must be {names}, not {type(value).__name__}")
