@@ -197,6 +197,7 @@ async def sweep(
                 break  # the loop opens one of its own now and then, but not at each attempt
             assert attempt < 2, f"descriptors are left when cancelled at suspension {step}"
         if suspensions < step:
+            print(f"{step - 1} strikes")
             return step - 1
     pytest.fail(f"the scenario has more than {MOST_STEPS} suspensions")
 
@@ -222,6 +223,11 @@ async def shop(address: str) -> AsyncIterator[tuple[Shop, ShopImpl, Server, Call
 
 
 FLAVOURS = pytest.mark.parametrize("scope", [False, True], ids=["task", "scope"])
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> str:
+    return f"unix:{tmp_path}/s"
 
 
 # --- the caller ------------------------------------------------------------------------------------------------------
@@ -290,6 +296,7 @@ async def test_a_call_that_waits_for_its_turn(scope: bool, tmp_path: Path, monke
 # --- the client ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("address", ["tcp://127.0.0.1:0"])
 @FLAVOURS
 async def test_connecting_calling_and_closing(address: str, scope: bool) -> None:
     async with shop(address) as (_, _, server, usable):
@@ -305,6 +312,7 @@ async def test_connecting_calling_and_closing(address: str, scope: bool) -> None
         assert await sweep(visit, after=alone, scope=scope) >= 3
 
 
+@pytest.mark.parametrize("address", ["tcp://127.0.0.1:0"])
 @FLAVOURS
 @pytest.mark.parametrize("busy", [False, True])
 async def test_reconnecting(address: str, scope: bool, busy: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -279,7 +279,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(header=st.lists(VALUES, max_size=6), tag=st.integers(0, 15), payload=st.binary(max_size=50))
 def test_any_header_is_read_or_refused(header: list[Any], tag: int, payload: bytes) -> None:
     with contextlib.suppress(ProtocolError):
