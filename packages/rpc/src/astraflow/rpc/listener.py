@@ -14,20 +14,21 @@ import structlog
 from .address import SocketAddress, UnixAddress, UnixPath, bind
 
 OUT_OF = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-GONE = (errno.ECONNABORTED, errno.EPERM, errno.EPROTO)
+GONE = (errno.EAGAIN, errno.ECONNABORTED, errno.EPERM, errno.EPROTO)
 PAUSE = 0.5
 
 log = structlog.get_logger(__name__)
 
 
 async def accept_all(listener: socket.socket, take: Callable[[socket.socket], None]) -> None:
-    """Give every accepted socket to `take`, until cancelled."""
+    """Give every accepted socket to `take`, until cancelled.
+
+    Not the loop's `sock_accept`: asyncio's loses a socket that it accepts while it is cancelled.
+    """
     while True:
+        await _readable(listener)
         try:
             accepted, _ = listener.accept()
-        except BlockingIOError:
-            await _readable(listener)
-            continue
         except OSError as error:
             if error.errno in OUT_OF:
                 log.error("cannot accept connections", reason=str(error))
@@ -42,8 +43,8 @@ async def accept_all(listener: socket.socket, take: Callable[[socket.socket], No
 
 
 async def _readable(listener: socket.socket) -> None:
-    # Not loop.sock_accept(): one that is cancelled as a peer arrives loses the accepted socket.
-    loop, ready = asyncio.get_running_loop(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    ready = asyncio.Event()
     loop.add_reader(listener, ready.set)
     try:
         await ready.wait()
