@@ -52,6 +52,13 @@ async def test_a_child_that_cannot_live_ends_the_run_with_its_log(tmp_path: Path
             supervisor.start("bad", ["print('no such luck', flush=True); raise SystemExit(3)"], max_restarts=1)
 
 
+async def test_what_a_person_must_mend_is_not_tried_again(tmp_path: Path) -> None:
+    with pytest.RaisesGroup(pytest.RaisesExc(ServiceDied, match="(?s)exit code 2 after 0 restarts.*no such model")):
+        async with anyio.create_task_group() as tasks:
+            supervisor = Scripts(tasks, tmp_path, dict(os.environ))
+            supervisor.start("bad", ["print('no such model', flush=True); raise SystemExit(2)"], max_restarts=5)
+
+
 async def test_no_child_outlives_the_block(tmp_path: Path) -> None:
     async with anyio.create_task_group() as tasks:
         supervisor = Scripts(tasks, tmp_path, dict(os.environ))

@@ -23,6 +23,8 @@ log = structlog.get_logger("astraflow.recipes")
 BACKOFF_S = 0.5
 STOP_S = 30.0
 TAIL_BYTES = 2000
+PERSON_MUST_MEND = 2
+"""Exit code of a configuration that cannot be run: starting it again would not help."""
 
 
 class ServiceDied(Exception):
@@ -69,7 +71,7 @@ class Supervisor:
             if code == 0:
                 child.done.set()
                 return
-            if child.restarts >= child.max_restarts:
+            if code == PERSON_MUST_MEND or child.restarts >= child.max_restarts:
                 raise ServiceDied(
                     f"{child.name} ended with {describe(code)} after {child.restarts} restarts; "
                     f"its log {child.log} ends with:\n{tail(child.log)}"
