@@ -11,7 +11,7 @@ import msgspec
 from astraflow.dataflow import EvalSuite, ListSource, PromptSource, Sampling
 from astraflow.trainer import LossConfig, TrainerConfig
 
-from .config import PolicyConfig, RolloutConfig, RunConfig
+from .config import EvalConfig, PolicyConfig, RolloutConfig, RunConfig
 from .math_tasks import MathTask, held_out_prompts, train_prompts, with_claims
 from .recipe import Headline, Recipe
 
@@ -75,13 +75,14 @@ LAPTOP = MathConfig(
 )
 
 TINY = MathConfig(
-    steps=10,
+    steps=7,
     policies={
         "solver": PolicyConfig(model="package:tiny", batch_size=128, max_new_tokens=4),
         "verifier": PolicyConfig(model="package:tiny", batch_size=128, max_new_tokens=4),
     },
     rollout=RolloutConfig(max_context=96, max_running=64, capacity=64),
     trainer=TrainerConfig(lr=3e-4, loss=LossConfig(name="m2po", kl=0.001), checkpoint_every=5),
+    eval=EvalConfig(problems=200),
     task=MathTask(digits=(2, 2), reversed_digits=True),
 )
 
