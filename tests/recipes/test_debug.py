@@ -41,7 +41,7 @@ async def main():
 try:
     anyio.run(main, backend_options={"use_uvloop": True})
 except* Exception as group:
-    from astraflow.recipes.logs import first_cause
+    from astraflow.raas import first_cause
     error = first_cause(group)
     print("CAUSE", type(error).__name__, error, *error.__notes__, sep=" | ")
 """

@@ -20,7 +20,7 @@ from .registry import load_engine, load_workflow
 from .rollout import run_sample
 from .scoring import parse_last_number
 from .tokenizer import ChatTokenizer, Tokenizer, load_tokenizer
-from .worker import Worker, WorkerConfig, WorkerFailed
+from .worker import Worker, WorkerConfig, WorkerFailed, first_cause
 
 __all__ = [
     "CachePolicy",
@@ -44,6 +44,7 @@ __all__ = [
     "WorkerConfig",
     "WorkerFailed",
     "Workflow",
+    "first_cause",
     "load_engine",
     "load_tokenizer",
     "load_workflow",

@@ -351,7 +351,8 @@ def since(before: WorkerStats, now: WorkerStats) -> WorkerStats:
     )
 
 
-def first_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The exception that came first in a (nested) group: the others followed from it."""
-    first = group.exceptions[0]
-    return first_cause(first) if isinstance(first, BaseExceptionGroup) else first
+def first_cause(error: BaseException) -> BaseException:
+    """The exception that came first in a (nested) group: the others followed from it. Any other is its own cause."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -287,7 +287,9 @@ def finish(
 
 def execute(log: Path, console: Console, work: Callable[[], Awaitable[Any]], debug: bool) -> Any:
     """Run `work` on uvloop; a failure is shown as its one cause (in full with --debug, else in the log file)."""
-    from .logs import first_cause, setup_logging, show_failure
+    from astraflow.raas import first_cause
+
+    from .logs import setup_logging, show_failure
 
     setup_logging(log, lambda text: console.print(text, highlight=False, markup=False))
     try:

@@ -53,13 +53,6 @@ def quiet_transformers() -> None:
     transformers_logging.set_verbosity_error()
 
 
-def first_cause(error: BaseException) -> BaseException:
-    """The first failure inside nested exception groups: what happened before its siblings were cancelled."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
-
-
 def show_failure(error: BaseException, log: Path, debug: bool) -> None:
     """Tell the person what failed; the traceback goes to the screen when debugging, else to the log.
 

@@ -95,7 +95,6 @@ class PolicySpec(msgspec.Struct, frozen=True, kw_only=True):
     reference: str | None = None
     device: str = "cpu"
     seed: int = 0
-    threads: int = 1
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):

@@ -105,12 +105,3 @@ def micro_logprobs(model: nn.Module, head: Tensor, inputs: Inputs) -> tuple[Tens
         hidden[inputs.heads], head, inputs.temperatures, inputs.pair_heads, inputs.pair_targets
     )
     return logprobs[inputs.copies], entropy[inputs.pair_heads[inputs.copies]]
-
-
-def use_threads(count: int) -> None:
-    """Set how many threads torch uses for one operation, in the whole process (`PolicySpec.threads`).
-
-    For a process that is the trainer alone; call it before any torch work. Where several parts share a process, the
-    process decides, since torch has one such number.
-    """
-    torch.set_num_threads(count)
