@@ -12,6 +12,8 @@ from msgspec.structs import replace
 from astraflow.weightsync import CorruptVersion, MemoryStore, Publisher
 from astraflow.weightsync.manifest import (
     HEAD,
+    AnchorPart,
+    DeltaPart,
     Head,
     Manifest,
     VersionRef,
@@ -60,6 +62,23 @@ async def test_any_flipped_bit_is_refused(pair: Pair) -> None:
                 read(whole[:length])
 
 
+@pytest.mark.parametrize("tensors", [(), (0, 0), (1,), (-1,)])
+async def test_an_anchor_that_does_not_hold_every_tensor_once_is_refused(pair: Pair, tensors: tuple[int, ...]) -> None:
+    manifest, ref = pair
+    whole = sum(spec.nbytes for spec in manifest.layout)
+    anchored = replace(
+        manifest,
+        frames=tuple(replace(frame, anchor=bytes(32)) for frame in manifest.frames),
+        anchors=(AnchorPart("model.safetensors", 8, tensors),),
+    )
+    data, digest = encode_manifest(anchored)
+    with pytest.raises(CorruptVersion, match="every tensor once"):
+        decode_manifest(data, replace(ref, manifest=digest, anchor_bytes=8 + whole))
+    good = replace(anchored, anchors=(AnchorPart("model.safetensors", 8, (0,)),))
+    data, digest = encode_manifest(good)
+    assert decode_manifest(data, replace(ref, manifest=digest, anchor_bytes=8 + whole)) == good
+
+
 async def test_a_manifest_that_contradicts_itself_is_refused_though_its_digest_is_right(pair: Pair) -> None:
     manifest, ref = pair
     first, *rest = manifest.frames
@@ -78,6 +97,14 @@ async def test_a_manifest_that_contradicts_itself_is_refused_though_its_digest_i
         frames(dense=bytes(16)),
         frames(payload=b""),
         frames(anchor=bytes(32)),
+        frames(part=1),
+        frames(part=-1),
+        replace(manifest, deltas=()),
+        replace(manifest, deltas=(DeltaPart("../delta.ws", manifest.delta_bytes),)),
+        replace(manifest, deltas=(DeltaPart("delta.ws", manifest.delta_bytes + 1),)),
+        replace(manifest, deltas=(*manifest.deltas, DeltaPart("delta.ws", 0))),
+        replace(manifest, deltas=(*manifest.deltas, DeltaPart("more.ws", -1), DeltaPart("most.ws", 1))),
+        replace(manifest, anchors=(AnchorPart("model.safetensors", 8, (0,)),)),
         replace(manifest, frames=tuple(rest)),
         replace(manifest, frame_bytes=0),
         replace(manifest, frame_bytes=4095),

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -127,3 +128,24 @@ def test_a_put_that_is_killed_leaves_the_old_blob(tmp_path: Path) -> None:
     store.delete(leftover[0])
     store.delete("v/blob")
     assert not (tmp_path / "v").exists()
+
+
+def test_chunks_are_taken_one_at_a_time_and_a_failing_one_leaves_nothing(store: Store) -> None:
+    def chunks() -> Iterator[bytes]:
+        yield b"a" * 100
+        raise RuntimeError("no more")
+
+    with pytest.raises(RuntimeError, match="no more"):
+        store.put("v/blob", chunks())
+    assert store.list("v/") == []
+    store.put("v/blob", (bytes([byte]) for byte in range(3)))
+    assert bytes(store.read("v/blob")) == b"\0\1\2"
+
+
+def test_two_writers_fill_one_blob(tmp_path: Path) -> None:
+    first, second = DirectoryStore(tmp_path), DirectoryStore(tmp_path)
+    first.put_at("v/blob", 10, [(8, b"89"), (0, b"0123")])
+    second.put_at("v/blob", 10, [(4, memoryview(b"4567"))])
+    assert first.read("v/blob") == b"0123456789"
+    first.put_at("v/blob", 3, [(0, b"abc")])
+    assert first.read("v/blob") == b"abc"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -384,7 +384,7 @@ class Failing:
     def url(self) -> str:
         return self._store.url
 
-    def put(self, key: str, chunks: Sequence[bytes | memoryview]) -> None:
+    def put(self, key: str, chunks: Iterable[bytes | memoryview]) -> None:
         if self.fail and self.fail in key:
             raise OSError(28, "No space left on device")
         self._store.put(key, chunks)

@@ -3,6 +3,7 @@
 from .directory_store import DirectoryStore
 from .interface import (
     CorruptVersion,
+    OffsetStore,
     PublishReport,
     PullReport,
     Sink,
@@ -26,6 +27,7 @@ __all__ = [
     "CorruptVersion",
     "DirectoryStore",
     "MemoryStore",
+    "OffsetStore",
     "PublishReport",
     "Publisher",
     "PullReport",

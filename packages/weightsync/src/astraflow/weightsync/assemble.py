@@ -14,8 +14,8 @@ import xxhash
 
 from .codecs import Index, apply, changed_elements, sparse_is_smaller
 from .interface import Bytes, CorruptVersion, Store, WrongBase
-from .layout import ITEMSIZE, cut, elements, offsets
-from .manifest import FrameRecord, Manifest, VersionRef, anchor_key, decode_manifest, delta_key, manifest_key
+from .layout import ITEMSIZE, cut, elements
+from .manifest import FrameRecord, Manifest, VersionRef, decode_manifest, manifest_key, part_key
 from .plan import Path
 
 
@@ -27,10 +27,14 @@ class Change(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Bytes of a delta blob from `start` on."""
+    """Bytes of a delta part from `start` on."""
 
     start: int
     data: memoryview
+
+
+Spans = dict[int, Span]
+"""By the position of the part."""
 
 
 class Assembler:
@@ -47,7 +51,7 @@ class Assembler:
         self._store = store
         self._anchor = manifests[path.anchor] if path.anchor is not None else None
         self._deltas = [manifests[ref] for ref in path.deltas]
-        self._starts = offsets(self.layout)
+        self._placed = _placed(self._anchor) if self._anchor is not None else {}
         for manifest in manifests.values():
             if manifest.layout != self.layout or manifest.frame_bytes != self.target.frame_bytes:
                 raise CorruptVersion(f"version {manifest.version} has another layout than {self.target.version}")
@@ -56,11 +60,11 @@ class Assembler:
     def from_anchor(self) -> bool:
         return self._anchor is not None
 
-    def spans(self, group: range) -> list[Span]:
-        """The payloads of the frames in `group`, one read per delta."""
-        return [_read_span(self._store, manifest, group) for manifest in self._deltas]
+    def spans(self, group: range) -> list[Spans]:
+        """The payloads of the frames in `group`, one read per part of each delta."""
+        return [_read_spans(self._store, manifest, group) for manifest in self._deltas]
 
-    def change(self, position: int, spans: list[Span], base: Bytes | None, scratch: Bytes) -> Change | None:
+    def change(self, position: int, spans: list[Spans], base: Bytes | None, scratch: Bytes) -> Change | None:
         """The frame at `position`; None if the sink's stays as it is.
 
         `base` uint8 is the sink's frame, None where the path starts from an anchor. `scratch` uint8 has room for a
@@ -82,7 +86,7 @@ class Assembler:
         return Change(None, current.copy())
 
     def _follow(
-        self, position: int, spans: list[Span], start: Bytes, verified: bytes, scratch: Bytes
+        self, position: int, spans: list[Spans], start: Bytes, verified: bytes, scratch: Bytes
     ) -> tuple[Bytes, Index | None]:
         """`start` (whose digest is `verified`, if known) through the deltas, into `scratch` where one changes it.
 
@@ -111,8 +115,9 @@ class Assembler:
     def _anchor_frame(self, position: int) -> Bytes:
         manifest, frame = self._anchor, self.frames[position]
         assert manifest is not None
-        key = anchor_key(manifest.incarnation, manifest.version)
-        data = self._store.read(key, manifest.anchor_start + self._starts[frame.tensor] + frame.offset, frame.length)
+        name, start = self._placed[frame.tensor]
+        key = part_key(manifest.incarnation, manifest.version, name)
+        data = self._store.read(key, start + frame.offset, frame.length)
         if len(data) != frame.length or blake3.blake3(data).digest() != manifest.frames[position].anchor:
             raise CorruptVersion(f"{self._store.url}/{key} is damaged at tensor {self.layout[frame.tensor].name!r}")
         dense = np.frombuffer(data, np.uint8)
@@ -134,20 +139,33 @@ def _load(store: Store, ref: VersionRef) -> Manifest:
     return decode_manifest(store.read(manifest_key(ref.incarnation, ref.version)), ref)
 
 
-def _read_span(store: Store, manifest: Manifest, group: range) -> Span:
+def _placed(anchor: Manifest) -> dict[int, tuple[str, int]]:
+    """In which part each tensor is, and at which byte."""
+    placed = {}
+    for part in anchor.anchors:
+        position = part.start
+        for tensor in part.tensors:
+            placed[tensor] = (part.name, position)
+            position += anchor.layout[tensor].nbytes
+    return placed
+
+
+def _read_spans(store: Store, manifest: Manifest, group: range) -> Spans:
     records = [manifest.frames[position] for position in group if manifest.frames[position].size]
-    if not records:
-        return Span(0, memoryview(b""))
-    start = min(record.position for record in records)
-    end = max(record.position + record.size for record in records)
-    key = delta_key(manifest.incarnation, manifest.version)
-    return Span(start, memoryview(store.read(key, start, end - start)))
+    spans = {}
+    for part in {record.part for record in records}:
+        start = min(record.position for record in records if record.part == part)
+        end = max(record.position + record.size for record in records if record.part == part)
+        key = part_key(manifest.incarnation, manifest.version, manifest.deltas[part].name)
+        spans[part] = Span(start, memoryview(store.read(key, start, end - start)))
+    return spans
 
 
-def _payload(manifest: Manifest, record: FrameRecord, span: Span) -> memoryview:
+def _payload(manifest: Manifest, record: FrameRecord, spans: Spans) -> memoryview:
+    span = spans[record.part]
     start = record.position - span.start
     payload = span.data[start : start + record.size]
     if len(payload) != record.size or blake3.blake3(payload).digest() != record.payload:
-        key = delta_key(manifest.incarnation, manifest.version)
+        key = part_key(manifest.incarnation, manifest.version, manifest.deltas[record.part].name)
         raise CorruptVersion(f"{key} is damaged at bytes {record.position} to {record.position + record.size}")
     return payload

@@ -5,11 +5,11 @@ from __future__ import annotations
 import fcntl
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
-from .files import sync_directory, write_atomically
+from .files import sync_directory, write_all, write_atomically
 from .interface import WeightSyncError
 
 _LOCK_SECONDS = 30.0
@@ -29,10 +29,23 @@ class DirectoryStore:
     def url(self) -> str:
         return self._root.as_uri()
 
-    def put(self, key: str, chunks: Sequence[bytes | memoryview]) -> None:
+    def put(self, key: str, chunks: Iterable[bytes | memoryview]) -> None:
         path = self._path(key)
         _make_directory(path.parent)
         write_atomically(path, chunks)
+
+    def put_at(self, key: str, size: int, pieces: Iterable[tuple[int, bytes | memoryview]]) -> None:
+        path = self._path(key)
+        _make_directory(path.parent)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
+        try:
+            os.truncate(descriptor, size)
+            for offset, data in pieces:
+                write_all(descriptor, data, offset)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        sync_directory(path.parent)
 
     def read(self, key: str, offset: int = 0, length: int | None = None) -> bytes:
         descriptor = os.open(self._path(key), os.O_RDONLY)

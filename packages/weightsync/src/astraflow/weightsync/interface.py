@@ -10,8 +10,8 @@ Usable alone. The invariants, each with a test of its own:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -89,8 +89,9 @@ class Store(Protocol):
         """The address under which `open_store` finds this store again (`mem:NAME`, `file:///dir`)."""
         ...
 
-    def put(self, key: str, chunks: Sequence[bytes | memoryview]) -> None:
-        """Write a blob atomically: a reader sees all of it or none."""
+    def put(self, key: str, chunks: Iterable[bytes | memoryview]) -> None:
+        """Write a blob atomically: a reader sees all of it or none. Chunks are taken one at a time and not kept, so
+        that a generator's memory is bounded; what it raises goes through, and nothing is written."""
         ...
 
     def read(self, key: str, offset: int = 0, length: int | None = None) -> bytes | memoryview:
@@ -105,6 +106,15 @@ class Store(Protocol):
 
     def delete(self, key: str) -> None:
         """Remove a blob; no error if there is none."""
+        ...
+
+
+@runtime_checkable
+class OffsetStore(Protocol):
+    """A store where several writers can fill one blob: shared files."""
+
+    def put_at(self, key: str, size: int, pieces: Iterable[tuple[int, bytes | memoryview]]) -> None:
+        """Write (offset, bytes) `pieces` of a blob of `size` bytes that nothing names yet; durable on return."""
         ...
 
 

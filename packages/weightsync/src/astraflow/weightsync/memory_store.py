@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-
-import numpy as np
+from collections.abc import Iterable
 
 _stores: dict[str, MemoryStore] = {}
 _registry = threading.Lock()
@@ -46,15 +44,12 @@ class MemoryStore:
             if _stores.get(self._name) is self:
                 del _stores[self._name]
 
-    def put(self, key: str, chunks: Sequence[bytes | memoryview]) -> None:
-        blob = np.empty(sum(len(chunk) for chunk in chunks), np.uint8)
-        position = 0
-        for chunk in chunks:  # by numpy, which lets other threads run; bytes.join would not
-            blob[position : position + len(chunk)] = np.frombuffer(chunk, np.uint8)
-            position += len(chunk)
-        blob.flags.writeable = False
+    def put(self, key: str, chunks: Iterable[bytes | memoryview]) -> None:
+        blob = bytearray()
+        for chunk in chunks:
+            blob += chunk
         with self._lock:
-            self._blobs[key] = blob.data
+            self._blobs[key] = memoryview(blob).toreadonly()
 
     def read(self, key: str, offset: int = 0, length: int | None = None) -> memoryview:
         with self._lock:

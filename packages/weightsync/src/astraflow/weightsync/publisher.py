@@ -41,16 +41,19 @@ from .layout import (
 )
 from .manifest import (
     HEAD,
+    AnchorPart,
+    DeltaPart,
     FrameRecord,
     Head,
     Manifest,
     VersionRef,
-    anchor_key,
+    anchor_name,
     decode_head,
-    delta_key,
+    delta_name,
     encode_head,
     encode_manifest,
     manifest_key,
+    part_key,
 )
 from .plan import retained
 from .tensors import HostTensors
@@ -167,9 +170,9 @@ class Publisher:
         delta = sum(len(frame.delta.payload) for frame in made)
         header = safetensors_header(new.layout)
         if base:
-            self._store.put(delta_key(*where), [frame.delta.payload for frame in made])
+            self._store.put(part_key(*where, delta_name()), [frame.delta.payload for frame in made])
         if anchor:
-            self._store.put(anchor_key(*where), [header, *(view.data for view in new.views)])
+            self._store.put(part_key(*where, anchor_name()), [header, *(view.data for view in new.views)])
         manifest = Manifest(
             stream=self._stream,
             incarnation=self._incarnation,
@@ -180,8 +183,8 @@ class Publisher:
             layout=new.layout,
             frame_bytes=FRAME_BYTES,
             frames=tuple(_records(made)),
-            delta_bytes=delta,
-            anchor_start=len(header),
+            deltas=(DeltaPart(delta_name(), delta),) if base else (),
+            anchors=(AnchorPart(anchor_name(), len(header), tuple(range(len(new.layout)))),) if anchor else (),
         )
         data, digest = encode_manifest(manifest)
         self._store.put(manifest_key(*where), [data])
@@ -245,7 +248,9 @@ def _records(made: list[_Frame]) -> Iterator[FrameRecord]:
     for frame in made:
         size = len(frame.delta.payload)
         delta = frame.delta
-        yield FrameRecord(frame.dense, delta.changed, delta.codec, position, size, frame.payload_digest, frame.anchor)
+        yield FrameRecord(
+            frame.dense, delta.changed, delta.codec, 0, position, size, frame.payload_digest, frame.anchor
+        )
         position += size
 
 
