@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from typing import Any
 
 import anyio
+import msgspec
 import pytest
 
 from astraflow.dataflow import (
     Control,
     Empty,
+    EvalSuite,
+    EvaluateRequest,
     Heartbeat,
     LeaseRequest,
     ListSource,
     Message,
     PolicyFeed,
     Registration,
+    Sampling,
     SubmitRequest,
+    TaskProgress,
     Trajectory,
     WatchRequest,
     WorkerStats,
@@ -337,3 +343,137 @@ async def test_what_a_worker_that_leaves_still_holds_goes_to_others_at_once(kit:
     assert {w.worker_id: w.alive for w in (await dataflow.status(Empty())).workers} == {"w0": False, "w1": True}
     await kit.start(dataflow, "w0")
     assert all(w.alive for w in (await dataflow.status(Empty())).workers)
+
+
+async def test_a_straggler_is_leased_again_only_when_no_tokens_come(kit: Any) -> None:
+    dataflow = kit.dataflow(task_deadline_s=10.0, task_limit_s=60.0, worker_silence_s=100.0)
+    await kit.start(dataflow, "slow", "fast")
+    (task,) = await kit.lease(dataflow, worker="slow")
+
+    async def beat(tokens: int) -> Any:
+        progress = (TaskProgress(task.task_id, tokens),)
+        reply = await dataflow.heartbeat(Heartbeat(worker_id="slow", tasks=(task.task_id,), progress=progress))
+        return reply.cancel
+
+    for second in range(1, 6):
+        kit.clock.advance(8)
+        assert await beat(100 * second) == (), "it is only long"
+    kit.clock.advance(8)
+    assert await beat(500) == ()
+    kit.clock.advance(3)
+    assert await beat(500) == (task.task_id,), "nothing new for eleven seconds"
+    (again,) = await kit.lease(dataflow, worker="fast")
+    assert (again.task_id, again.attempt) == (task.task_id, 1)
+
+
+async def test_tokens_keep_a_lease_up_to_its_limit(kit: Any) -> None:
+    dataflow = kit.dataflow(task_deadline_s=10.0, task_limit_s=25.0, worker_silence_s=100.0)
+    await kit.start(dataflow)
+    (task,) = await kit.lease(dataflow)
+    for tokens in (1, 2, 3, 4):
+        kit.clock.advance(8)
+        progress = (TaskProgress(task.task_id, tokens),)
+        await dataflow.heartbeat(Heartbeat(worker_id="w0", tasks=(task.task_id,), progress=progress))
+    assert (await dataflow.status(Empty())).leased == 0
+    with pytest.raises(ValueError, match=r"task_limit_s 5\.0 is shorter than task_deadline_s 10\.0"):
+        kit.config(task_deadline_s=10.0, task_limit_s=5.0)
+
+
+async def test_time_outs_are_reported_by_length(kit: Any) -> None:
+    dataflow = kit.dataflow()
+    await kit.start(dataflow)
+    (task,) = await kit.lease(dataflow)
+    outcomes = ((0, "timed_out"), (300, "ok"), (900, "timed_out"), (200, "failed"))
+    results = tuple(
+        msgspec.structs.replace(kit.result(task, index, kit.trajectory({"solver": 1.0}, status=status)), tokens=tokens)
+        for index, (tokens, status) in enumerate(outcomes)
+    )
+    await dataflow.submit(SubmitRequest(results=results))
+    lengths = (await dataflow.status(Empty())).lengths
+    assert [(row.least, row.ended, row.timed_out) for row in lengths] == [(0, 0, 1), (64, 1, 0), (256, 1, 1)]
+
+
+async def test_a_group_that_can_only_be_stale_is_cancelled(kit: Any) -> None:
+    feeds = [
+        PolicyFeed(model_id=name, batch_size=4, max_staleness=staleness) for name, staleness in (("a", 1), ("b", 2))
+    ]
+    dataflow = kit.dataflow(feeds)
+    await kit.start(dataflow, policies=("a", "b"))
+    one, two = [await kit.attach(dataflow, name) for name in ("a", "b")]
+    old, young, half = await kit.lease(dataflow, 3)
+    (fresh,) = (kit.result(half, 0, kit.trajectory({"a": 1.0, "b": 0.0}, {"a": 9, "b": 9})),)
+    await dataflow.submit(SubmitRequest(results=(fresh,)))
+
+    async def cancelled(*progress: TaskProgress) -> Any:
+        named = tuple(task.task_id for task in (old, young, half))
+        return (await dataflow.heartbeat(Heartbeat(worker_id="w0", tasks=named, progress=progress))).cancel
+
+    told = [TaskProgress(task.task_id, 5, {"a": 0, "b": 0}) for task in (old, young, half)]
+    for version in range(1, 3):
+        await kit.publish(dataflow, one, version, "a")
+        await kit.publish(dataflow, two, version, "b")
+        assert await cancelled(*told) == (), "one of the policies can still train it"
+    await kit.publish(dataflow, two, 3, "b")
+    told[1] = TaskProgress(young.task_id, 5, {"a": 0})
+    assert await cancelled(*told) == (old.task_id,), "young has yet to begin with b, of half a sample in is fresh"
+    assert [policy.dropped for policy in (await dataflow.status(Empty())).policies] == [{"stale": 4}] * 2
+    assert len(await kit.lease(dataflow, 1)) == 1, "its place is free at once"
+
+
+@pytest.mark.parametrize(("most", "counts"), [(3, [1, 1]), (4, [1, 1]), (5, [1, 1, 2])])
+async def test_a_worker_is_given_no_more_samples_than_it_asks_for(kit: Any, most: int, counts: list[int]) -> None:
+    """After single-sample evaluation tasks come whole groups, which count as what they are."""
+    sampling = {"solver": Sampling()}
+    suite = EvalSuite(name="s", prompts=kit.prompts(2, "e"), workflow="w", sampling=sampling)
+    dataflow = kit.dataflow(n_samples=2, suites=[suite])
+    await kit.start(dataflow)
+    await dataflow.evaluate(EvaluateRequest(label="e", suites=("s",)))
+    reply = await dataflow.lease(LeaseRequest(worker_id="w0", max_tasks=8, max_samples=most, wait_s=0.0))
+    given = [task.n_samples for task in reply.tasks]
+    assert given == counts + [2] * ((most - sum(counts)) // 2)
+    single = await dataflow.lease(LeaseRequest(worker_id="w0", max_tasks=8, max_samples=1, wait_s=0.0))
+    assert [task.n_samples for task in single.tasks] == [2], "one task at least"
+
+
+async def test_a_thousand_waiting_workers_share_what_room_there_is(kit: Any) -> None:
+    """Whoever is granted something lets the next one look, so that all of the room is handed out at once."""
+    dataflow = kit.dataflow([PolicyFeed(model_id="solver", batch_size=40, max_staleness=4)], real_time=True)
+    names = [f"w{n}" for n in range(1000)]
+    for name in names:
+        await dataflow.register(Registration(worker_id=name, pool="main", capacity=8, policies=("solver",), pid=1))
+    granted: dict[str, int] = {}
+    with anyio.fail_after(20):
+        async with anyio.create_task_group() as tasks:
+
+            async def wait(name: str) -> None:
+                reply = await dataflow.lease(LeaseRequest(worker_id=name, max_tasks=1, wait_s=60.0))
+                granted[name] = len(reply.tasks)
+
+            for name in names:
+                tasks.start_soon(wait, name)
+            await anyio.wait_all_tasks_blocked()
+            await dataflow.control(Control(phase="running"))
+            await anyio.wait_all_tasks_blocked()
+            assert sum(granted.values()) == 5 * 40 // 4
+            assert list(granted) == names[: len(granted)], "first come, first served"
+            tasks.cancel_scope.cancel()
+
+
+async def test_a_waiting_worker_that_is_cancelled_takes_no_work_with_it(kit: Any) -> None:
+    dataflow = kit.dataflow([PolicyFeed(model_id="solver", batch_size=4, max_staleness=0)], real_time=True)
+    await kit.start(dataflow, "w0", "w1")
+    incarnation = await kit.attach(dataflow)
+    (task,) = await kit.lease(dataflow, 9)
+    waiting = []
+    for name in ("w0", "w1"):
+        request = LeaseRequest(worker_id=name, max_tasks=1, wait_s=60.0)
+        waiting.append(asyncio.create_task(dataflow.lease(request)))
+        await anyio.wait_all_tasks_blocked()
+    await kit.mixed(dataflow, task)
+    await kit.ask(dataflow, incarnation, 0)
+    await anyio.wait_all_tasks_blocked()
+    await kit.publish(dataflow, incarnation, 1)
+    waiting[0].cancel()
+    with anyio.fail_after(10):
+        assert len((await waiting[1]).tasks) == 1
+    assert waiting[0].cancelled()

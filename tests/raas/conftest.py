@@ -32,7 +32,7 @@ from astraflow.dataflow import (
     SubmitRequest,
     WatchRequest,
 )
-from astraflow.raas import EngineSpec, EngineStats, GenerateRequest, Generation, Worker, WorkerConfig
+from astraflow.raas import EngineSpec, EngineStats, GenerateRequest, Generation, Progress, Worker, WorkerConfig
 from astraflow.rpc import Unavailable
 from astraflow.weightsync import Sink, SinkState, TensorSpec
 
@@ -138,6 +138,7 @@ class ScriptedEngine:
         self.requests: list[GenerateRequest] = []
         self.running = self.most_running = self.generated = self.aborted = 0
         self.started = self.closed = False
+        self.sampled: dict[str, list[int]] = {}
         self.swaps: list[tuple[float, int]] = []
 
     @property
@@ -156,7 +157,7 @@ class ScriptedEngine:
         self.requests.append(request)
         self.running += 1
         self.most_running = max(self.most_running, self.running)
-        versions = []
+        versions = self.sampled[request.request_id] = []
         tokens = self._answer(request)
         try:
             for _ in tokens:
@@ -169,6 +170,7 @@ class ScriptedEngine:
             raise
         finally:
             self.running -= 1
+            del self.sampled[request.request_id]
         return Generation(
             tokens=tokens,
             logprobs=tuple(-(1 + token % 7) / 8 for token in tokens),
@@ -186,6 +188,10 @@ class ScriptedEngine:
             self._version = version
             self.swaps.append((anyio.current_time(), version))
             return anyio.current_time() - begun
+
+    def progress(self, request_id: str, /) -> Progress:
+        versions = self.sampled.get(request_id, [])
+        return Progress(len(versions), versions[0]) if versions else Progress()
 
     def stats(self) -> EngineStats:
         return EngineStats(running=self.running, waiting=0, generated_tokens=self.generated)
@@ -223,7 +229,11 @@ class ListDataflow:
         while not self.tasks and not self.finished and anyio.current_time() < end:
             await anyio.sleep(0.01)
             self._reach()
-        given, self.tasks = self.tasks[: request.max_tasks], self.tasks[request.max_tasks :]
+        given: list[RolloutTask] = []
+        while self.tasks and len(given) < request.max_tasks:
+            if given and sum(task.n_samples for task in [*given, self.tasks[0]]) > request.max_samples:
+                break
+            given.append(self.tasks.pop(0))
         return LeaseReply(tasks=tuple(given), finished=self.finished)
 
     async def submit(self, request: SubmitRequest, /) -> SubmitReply:

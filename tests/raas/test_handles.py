@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from astraflow.dataflow import Message, Sampling
-from astraflow.raas import EngineError, GenerateRequest, Generation, Handle, Policy, load_tokenizer
+from astraflow.raas import EngineError, GenerateRequest, Generation, Handle, Meter, Policy, load_tokenizer
 from astraflow.raas.handles import Transcript, turn_seed
 
 QUESTION = Message("user", "3 + 4")
@@ -24,7 +24,7 @@ async def handle(
     await engine.start()
     task = kit.make_task(**changes)
     policy = Policy(engine, tokenizer or kit.CharTokenizer())
-    return Handle("solver", policy, task.sampling["solver"], task, 2, Transcript()), engine
+    return Handle("solver", policy, task.sampling["solver"], task, 2, Transcript(), Meter()), engine
 
 
 async def test_a_chat_is_the_template_then_the_prefill_then_what_was_sampled(kit: Any) -> None:
@@ -122,7 +122,8 @@ async def test_an_error_says_which_policy_and_turn(kit: Any) -> None:
             raise EngineError("too long")
 
     task = kit.make_task()
-    solver = Handle("solver", Policy(Broken(), kit.CharTokenizer()), Sampling(), task, 0, Transcript())  # type: ignore[arg-type]
+    policy = Policy(Broken(), kit.CharTokenizer())  # type: ignore[arg-type]
+    solver = Handle("solver", policy, Sampling(), task, 0, Transcript(), Meter())
     with pytest.raises(EngineError) as caught:
         await solver.chat([QUESTION])
     assert "policy 'solver', turn 0" in caught.value.__notes__[0]

@@ -10,7 +10,7 @@ import anyio
 import pytest
 
 from astraflow.dataflow import Message, RolloutTask, Trajectory
-from astraflow.raas import Outcome, Policy, PolicyHandle, run_sample
+from astraflow.raas import Meter, Outcome, Policy, PolicyHandle, run_sample
 
 Answering = Callable[[RolloutTask, Mapping[str, PolicyHandle]], Awaitable[Outcome]]
 
@@ -18,10 +18,11 @@ Answering = Callable[[RolloutTask, Mapping[str, PolicyHandle]], Awaitable[Outcom
 async def roll(kit: Any, workflow: Answering, seconds: float = 5.0, **options: Any) -> tuple[Trajectory, Any]:
     engine = kit.ScriptedEngine(token_s=options.pop("token_s", 0.0))
     await engine.start()
-    deadline = anyio.current_time() + seconds
+    meter = Meter()
+    meter.scope.deadline = anyio.current_time() + seconds
     policies = {"solver": Policy(engine, kit.CharTokenizer())}
     task = kit.make_task()
-    return await run_sample(task, 1, {"answer": workflow}, policies, deadline=deadline, **options), engine
+    return await run_sample(task, 1, {"answer": workflow}, policies, meter=meter, **options), engine
 
 
 async def answer(task: RolloutTask, policies: Mapping[str, PolicyHandle]) -> Outcome:

@@ -353,3 +353,43 @@ async def test_samples_that_an_earlier_attempt_brought_in_do_not_run_again(kit: 
         await dataflow.until(6)
     ran = {(r.task_id, r.sample_index) for r in dataflow.results}
     assert ran == {("again", 1), ("again", 3), *(("new", index) for index in range(4))}
+
+
+async def test_a_long_answer_goes_on_as_long_as_tokens_come(kit: Any) -> None:
+    """Twice as long as its deadline: it ends all the same, and the heartbeats say how far it is."""
+    dataflow = kit.ListDataflow(tasks=[kit.make_task(n_samples=2, deadline_s=1.0)])
+    engine = kit.ScriptedEngine(answer=lambda request: (97,) * 100, token_s=0.02)
+    async with running(kit.make_worker(dataflow, {"answer": answer}, {"solver": engine})):
+        await dataflow.until(2)
+    assert set(ends(dataflow.results).values()) == {"ok"}
+    assert [result.tokens for result in dataflow.results] == [100, 100]
+    assert max(result.seconds for result in dataflow.results) > 1.5
+    told = [progress for beat in dataflow.heartbeats for progress in beat.progress if progress.tokens]
+    assert {progress.task_id for progress in told} == {"sums/0"}
+    assert [progress.tokens for progress in told] == sorted(progress.tokens for progress in told)
+    assert told[-1].began == {"solver": 0}
+
+
+async def test_a_rollout_without_end_is_ended_by_its_limit_and_its_length_is_told(kit: Any) -> None:
+    async def endless(task: RolloutTask, policies: Handles) -> Outcome:
+        while True:
+            await answer(task, policies)
+
+    dataflow = kit.ListDataflow(tasks=[kit.make_task(n_samples=1, deadline_s=0.4, limit_s=0.8)])
+    engine = kit.ScriptedEngine(answer=lambda request: (97,) * 4, token_s=0.01)
+    async with running(kit.make_worker(dataflow, {"answer": endless}, {"solver": engine})):
+        await dataflow.until(1)
+    (result,) = dataflow.results
+    assert result.trajectory.status == "timed_out"
+    assert result.tokens >= 10
+    assert 0.4 < result.seconds < 0.8
+
+
+async def test_a_worker_asks_for_no_more_samples_than_it_has_places(kit: Any) -> None:
+    """After a task of one sample it may not ask for as many groups of four."""
+    tasks = [kit.make_task("eval/0", n_samples=1), *(kit.make_task(f"sums/{n}") for n in range(9))]
+    dataflow = kit.ListDataflow(tasks=tasks)
+    async with running(kit.make_worker(dataflow, {"answer": answer}, {"solver": kit.ScriptedEngine(token_s=0.02)})):
+        await dataflow.until(37)
+    held = [len(beat.tasks) for beat in dataflow.heartbeats]
+    assert max(held) <= 3, "two groups fill it, a third may start when one place is left"

@@ -3,7 +3,7 @@
 from .arrays import Array
 from .balance import pool_target, wait_fraction
 from .config import DataflowConfig, Order, PolicyFeed
-from .figures import MetricSummary, PolicyStatus, WorkerStatus
+from .figures import LengthCount, MetricSummary, PolicyStatus, WorkerStatus
 from .interface import (
     Attachment,
     AttachRequest,
@@ -41,6 +41,7 @@ from .interface import (
     SubmitReply,
     SubmitRequest,
     SuiteReport,
+    TaskProgress,
     TrainBatch,
     TrainSample,
     Trajectory,
@@ -73,6 +74,7 @@ __all__ = [
     "HeartbeatReply",
     "LeaseReply",
     "LeaseRequest",
+    "LengthCount",
     "ListSource",
     "Message",
     "MetricSummary",
@@ -99,6 +101,7 @@ __all__ = [
     "SubmitReply",
     "SubmitRequest",
     "SuiteReport",
+    "TaskProgress",
     "TrainBatch",
     "TrainSample",
     "Trajectory",

@@ -11,6 +11,9 @@ import msgspec
 
 from .interface import Sampling
 
+LIMIT_DEADLINES = 30
+"""Deadlines a task may take in all where no limit is set: it ends a rollout that would go on for ever."""
+
 Order = Literal["edf", "fifo", "lifo"]
 """What is served first: the sequence with the oldest version (earliest deadline), the first to arrive, the last."""
 
@@ -44,13 +47,14 @@ class PolicyFeed(msgspec.Struct, frozen=True, kw_only=True):
 class DataflowConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The whole dataflow.
 
-    A task runs `workflow` `n_samples` times; `sampling` names every policy the workflow asks, trained or not.
-    Within `task_deadline_s` seconds of its lease a task must be complete, or it is leased again, at most
-    `max_attempts` times in all. A worker not heard of for `worker_silence_s` seconds loses its leases; when no worker
-    at all was heard of for `worker_grace_s` seconds, waiting trainers fail. `zero_advantage` drops groups whose
-    rewards are all equal (dynamic sampling); after `max_dropped_batches` batches' worth of consecutive groups that
-    gave a policy nothing, its trainer fails. `synchronous`: generate, train and sync in turn. Rates and means are
-    taken over the last `window_s` seconds.
+    A task runs `workflow` `n_samples` times; `sampling` names every policy the workflow asks, trained or not. A
+    task of which no new token was heard for `task_deadline_s` seconds is leased again, at most `max_attempts` times
+    in all; as long as tokens come it may be as long as it is, up to `task_limit_s` (None: `LIMIT_DEADLINES`
+    deadlines). A worker not heard of for `worker_silence_s` seconds loses its leases; when no worker at all was
+    heard of for `worker_grace_s` seconds, waiting trainers fail. `zero_advantage` drops groups whose rewards are
+    all equal (dynamic sampling); after `max_dropped_batches` batches' worth of consecutive groups that gave a
+    policy nothing, its trainer fails. `synchronous`: generate, train and sync in turn. Rates and means are taken
+    over the last `window_s` seconds.
     """
 
     policies: tuple[PolicyFeed, ...]
@@ -59,6 +63,7 @@ class DataflowConfig(msgspec.Struct, frozen=True, kw_only=True):
     sampling: dict[str, Sampling]
     seed: int = 0
     task_deadline_s: float = 120.0
+    task_limit_s: float | None = None
     worker_silence_s: float = 15.0
     worker_grace_s: float = 300.0
     max_attempts: int = 3
@@ -73,6 +78,8 @@ class DataflowConfig(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("task_deadline_s", "worker_silence_s", "window_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}: it must be positive, in seconds")
+        if self.limit_s < self.task_deadline_s:
+            raise ValueError(f"task_limit_s {self.limit_s} is shorter than task_deadline_s {self.task_deadline_s}")
         if self.worker_grace_s < self.worker_silence_s:
             raise ValueError(
                 f"worker_grace_s {self.worker_grace_s} is shorter than worker_silence_s {self.worker_silence_s}: "
@@ -90,6 +97,11 @@ class DataflowConfig(msgspec.Struct, frozen=True, kw_only=True):
                 raise ValueError(f"sampling of {name!r}: temperature 0 is greedy: for evaluation only")
         if self.zero_advantage and self.n_samples < 2:
             raise ValueError("zero_advantage with n_samples 1 would drop everything: every group of one is constant")
+
+    @property
+    def limit_s(self) -> float:
+        """How long a task may take in all, in seconds from its lease."""
+        return self.task_limit_s if self.task_limit_s is not None else LIMIT_DEADLINES * self.task_deadline_s
 
 
 def _at_least(least: int, **fields: int) -> None:

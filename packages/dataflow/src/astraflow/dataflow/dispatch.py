@@ -6,13 +6,14 @@ times, to one worker at a time, and to another one than the one that lost it whe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from hashlib import blake2b
 
 import msgspec
 
 from .config import DataflowConfig
-from .interface import RolloutTask
+from .interface import LeaseRequest, RolloutTask
 from .leases import LeaseBook
 from .sources import PromptSource
 from .tasks import OpenTask, TaskBoard
@@ -38,27 +39,38 @@ class Dispatch:
     def grant(
         self,
         worker: Worker,
-        most: int,
+        request: LeaseRequest,
         now: float,
         *,
         versions: dict[str, int],
         training: Callable[[], bool],
         room: Callable[[int], bool],
     ) -> tuple[RolloutTask, ...]:
-        """Up to `most` tasks for a worker, leased at `versions`. `training`: may training tasks be leased;
-        `room(running)`: may a new one start."""
-        name, served = worker.registration.worker_id, worker.registration.policies
-        others = self.workers.served_by_others(name, now)
+        """What a worker asks for, leased at `versions`. `training`: may training tasks be leased; `room(running)`: may
+        a new one start."""
+        name, served = worker.registration.worker_id, worker.serves
         granted: list[RolloutTask] = []
-        while len(granted) < most:
+        samples = 0
+        while len(granted) < request.max_tasks:
+            # A worker that has any place gets a task, however large.
+            left = request.max_samples - samples if request.max_samples and granted else math.inf
             generating = training()
-            task = self.tasks.waiting(name, served, training=generating, others=others)
-            if task is None and generating and self._config.sampling.keys() <= set(served):
-                task = self._draw() if room(self.tasks.training) else None
+            task = self.tasks.waiting(
+                name, served, left, training=generating, others=lambda: self.workers.served_by_others(name, now)
+            )
+            if task is None and generating and self._config.sampling.keys() <= served:
+                task = self._draw() if self._config.n_samples <= left and room(self.tasks.training) else None
             if task is None:
                 break
             granted.append(self._lease(task, name, now, versions))
+            samples += task.open_samples
         return tuple(granted)
+
+    def has_work(self, *, training: bool, room: Callable[[int], bool]) -> bool:
+        """Is there a task for some worker?"""
+        return self.tasks.has_waiting(training=training) or (
+            training and not self.exhausted and room(self.tasks.training)
+        )
 
     def end(self, task: OpenTask) -> None:
         """The task is complete or given up."""
@@ -94,7 +106,7 @@ class Dispatch:
         least = versions if task.task.purpose == "train" and self._config.synchronous else task.task.min_versions
         task.task = msgspec.structs.replace(task.task, versions=versions, min_versions=least)
         task.last_worker = worker_id
-        self.leases.grant(task.task.task_id, worker_id, now, task.task.deadline_s)
+        self.leases.grant(task.task.task_id, worker_id, now, task.task.deadline_s, task.task.limit_s)
         self.sweep_by(now + min(task.task.deadline_s, self._config.worker_silence_s))
         return task.task
 
@@ -116,6 +128,7 @@ class Dispatch:
                 sampling=self._config.sampling,
                 seed=int.from_bytes(digest, "big") >> 1,
                 deadline_s=self._config.task_deadline_s,
+                limit_s=self._config.limit_s,
             )
         )
         self.tasks.add(task)

@@ -15,6 +15,15 @@ class MetricSummary(msgspec.Struct, frozen=True, kw_only=True):
     n: int
 
 
+class LengthCount(msgspec.Struct, frozen=True, kw_only=True):
+    """Samples of at least `least` sampled tokens (and fewer than the next row's): how many came to an end, however it
+    was, and how many ran out of time."""
+
+    least: int
+    ended: int
+    timed_out: int
+
+
 class PolicyStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One policy now. Rewards are means over groups ingested in the window; staleness is of the last batch, in
     versions; `wait_fraction` is waiting over step time in the window; `dropped` counts by reason

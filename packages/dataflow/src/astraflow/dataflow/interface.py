@@ -23,7 +23,7 @@ import numpy as np
 from astraflow.rpc import method, service
 
 from .arrays import Array
-from .figures import MetricSummary, PolicyStatus, WorkerStatus
+from .figures import LengthCount, MetricSummary, PolicyStatus, WorkerStatus
 
 FinishReason = Literal["stop", "length", "abort"]
 TrajectoryStatus = Literal["ok", "failed", "timed_out"]
@@ -63,10 +63,11 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 class RolloutTask(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker leases: roll out `n_samples` trajectories of one prompt.
 
-    `task_id` is deterministic (source, epoch, index). `seed` + sample index seeds a sample. `deadline_s` counts
-    from the lease, in seconds, for the whole group. `versions` is the newest version of every policy at lease
-    time; the worker waits until its engines hold at least `min_versions` (evaluation, synchronous mode). `done` are
-    the sample indices that an earlier attempt brought in: they need not run again.
+    `task_id` is deterministic (source, epoch, index). `seed` + sample index seeds a sample. `deadline_s` is how long a
+    task may go without a new token, `limit_s` how long it may take in all, in seconds from its lease. `versions` is the
+    newest version of every policy at lease time; the worker waits until its engines hold at least `min_versions`
+    (evaluation, synchronous mode). `done` are the sample indices that an earlier attempt brought in: they need not run
+    again.
     """
 
     task_id: str
@@ -76,6 +77,7 @@ class RolloutTask(msgspec.Struct, frozen=True, kw_only=True):
     sampling: dict[str, Sampling]
     seed: int
     deadline_s: float
+    limit_s: float = math.inf
     attempt: int = 0
     purpose: Purpose = "train"
     suite: str = ""
@@ -148,7 +150,8 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SampleResult(msgspec.Struct, frozen=True, kw_only=True):
-    """One trajectory of a task as a worker submits it. `seconds` is from lease to submit."""
+    """One trajectory of a task as a worker submits it. `seconds` is from lease to submit; `tokens` were sampled, also
+    where nothing came of them."""
 
     task_id: str
     sample_index: int
@@ -156,6 +159,7 @@ class SampleResult(msgspec.Struct, frozen=True, kw_only=True):
     worker_id: str
     trajectory: Trajectory
     seconds: float = 0.0
+    tokens: int = 0
 
 
 class RolloutGroup(msgspec.Struct, frozen=True, kw_only=True):
@@ -218,10 +222,12 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Ask for up to `max_tasks` tasks, waiting at most `wait_s` seconds for the first."""
+    """Ask for up to `max_tasks` tasks, waiting at most `wait_s` seconds for the first. Together they have at most
+    `max_samples` samples to run (0: no such bound), unless a single one has more."""
 
     worker_id: str
     max_tasks: int
+    max_samples: int = 0
     wait_s: float = 5.0
 
 
@@ -256,18 +262,29 @@ class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):
     swap_pause_s: float = 0.0
 
 
+class TaskProgress(msgspec.Struct, frozen=True, array_like=True):
+    """How far a task is: `tokens` sampled so far in this attempt. `began` has the policies in which every sample that
+    is still open has a token: the newest of the versions that the samples' oldest tokens are of."""
+
+    task_id: str
+    tokens: int
+    began: dict[str, int] = {}
+
+
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
-    """`tasks` are the task ids the worker still runs: their leases stay alive. `leaving`: the last word of a worker
-    that goes; what it holds goes to others at once."""
+    """`tasks` are the task ids the worker still runs: their leases stay alive. `progress` of those that have begun.
+    `leaving`: the last word of a worker that goes; what it holds goes to others at once."""
 
     worker_id: str
     tasks: tuple[str, ...] = ()
+    progress: tuple[TaskProgress, ...] = ()
     stats: WorkerStats = WorkerStats()
     leaving: bool = False
 
 
 class HeartbeatReply(msgspec.Struct, frozen=True, kw_only=True):
-    """`cancel` are tasks nobody needs any more; `known` false asks the worker to register again."""
+    """`cancel` are tasks nobody needs any more, or of which nothing would be young enough to train; `known` false asks
+    the worker to register again."""
 
     known: bool = True
     cancel: tuple[str, ...] = ()
@@ -392,7 +409,7 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
     """Everything a person wants to see at one glance. `metrics` are means of the trajectories' own metrics over
-    the window; `example` is the newest trajectory."""
+    the window; `example` is the newest trajectory; `lengths` counts training samples by sampled tokens."""
 
     phase: Phase
     policies: tuple[PolicyStatus, ...]
@@ -401,6 +418,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     pending_eval: int = 0
     metrics: dict[str, float] = {}
     example: Trajectory | None = None
+    lengths: tuple[LengthCount, ...] = ()
     error: str = ""
 
 

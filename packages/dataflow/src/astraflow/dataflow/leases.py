@@ -1,24 +1,34 @@
 """Who holds which task, and until when.
 
-Invariants: a task is held by at most one worker; a lease ends by its deadline at the latest, earlier when its worker
-falls silent or no longer names it. Time is an argument, so that tests own the clock.
+Invariants: a task is held by at most one worker; a lease ends when nothing was heard of new tokens for its deadline,
+however long the answer is, and at its limit in any case; earlier when its worker falls silent or no longer names it.
+Every call costs the logarithm of the leases at most, or what one worker holds. Time is an argument, so that tests own
+the clock.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Collection, Iterable
 
 import msgspec
 
+SPARE = 64
+"""Entries of ended leases that the heap may hold beyond twice the living ones."""
 
-class Lease(msgspec.Struct):
-    """`expires_at` and `named_at` (last granted or named by a heartbeat) are on the caller's clock, in seconds."""
+
+class Lease(msgspec.Struct, eq=False):
+    """`expires_at`, `limit_at` and `named_at` (last granted or named by a heartbeat) are on the caller's clock, in
+    seconds; `tokens` is what the worker said was sampled so far."""
 
     task_id: str
     worker_id: str
     expires_at: float
+    limit_at: float
+    deadline_s: float
     named_at: float
+    tokens: int = 0
 
 
 class LeaseBook:
@@ -27,14 +37,21 @@ class LeaseBook:
     def __init__(self) -> None:
         self._leases: dict[str, Lease] = {}
         self._by_worker: dict[str, set[str]] = {}
+        self._granted = 0
+        # (expiry when pushed, order, lease): an entry may be of an ended or extended lease, and is put right when met.
+        self._due: list[tuple[float, int, Lease]] = []
 
     def __len__(self) -> int:
         return len(self._leases)
 
-    def grant(self, task_id: str, worker_id: str, now: float, deadline_s: float) -> None:
+    def grant(self, task_id: str, worker_id: str, now: float, deadline_s: float, limit_s: float = math.inf) -> None:
+        """A lease that ends `deadline_s` seconds after the last new token, and `limit_s` after now in any case."""
         self.end(task_id)
-        self._leases[task_id] = Lease(task_id, worker_id, now + deadline_s, now)
+        expires_at = now + min(deadline_s, limit_s)
+        lease = Lease(task_id, worker_id, expires_at, now + limit_s, deadline_s, now)
+        self._leases[task_id] = lease
         self._by_worker.setdefault(worker_id, set()).add(task_id)
+        self._push(lease)
 
     def end(self, task_id: str) -> None:
         """Forget a lease; nothing happens if there is none."""
@@ -61,16 +78,54 @@ class LeaseBook:
             if lease is not None and lease.worker_id == worker_id:
                 lease.named_at = now
 
+    def progress(self, worker_id: str, task_id: str, tokens: int, now: float) -> bool:
+        """The worker has sampled `tokens` tokens of this task so far. More than before keep the lease; returns whether
+        they were."""
+        lease = self._leases.get(task_id)
+        if lease is None or lease.worker_id != worker_id or tokens <= lease.tokens:
+            return False
+        lease.tokens = tokens
+        lease.expires_at = max(lease.expires_at, min(now + lease.deadline_s, lease.limit_at))
+        return True
+
     def unnamed(self, worker_id: str, before: float) -> tuple[str, ...]:
         """The tasks of a worker that it has not named since `before`: the grant's reply was lost, or the task."""
-        return tuple(task_id for task_id in self.of(worker_id) if self._leases[task_id].named_at < before)
+        held = self._by_worker.get(worker_id, ())
+        lost = [task_id for task_id in held if self._leases[task_id].named_at < before]
+        return tuple(sorted(lost))
 
     def lost(self, now: float, dead: Collection[str]) -> tuple[str, ...]:
-        """The tasks whose deadline has passed or whose worker is dead."""
-        return tuple(
-            lease.task_id for lease in self._leases.values() if lease.expires_at <= now or lease.worker_id in dead
-        )
+        """The tasks whose lease has ended by time or whose worker is dead."""
+        expired: list[Lease] = []
+        while self._next_due() <= now:
+            expired.append(heapq.heappop(self._due)[2])
+        for lease in expired:
+            self._push(lease)
+        orphans = (task_id for worker_id in dead for task_id in self.of(worker_id))
+        return tuple(dict.fromkeys([*(lease.task_id for lease in expired), *orphans]))
 
     def next_deadline(self) -> float:
         """When the next lease expires; infinity without leases."""
-        return min((lease.expires_at for lease in self._leases.values()), default=math.inf)
+        return self._next_due()
+
+    def _next_due(self) -> float:
+        """The earliest expiry, after putting the top of the heap right."""
+        while self._due:
+            pushed_for, _, lease = self._due[0]
+            if self._leases.get(lease.task_id) is not lease:
+                heapq.heappop(self._due)
+            elif lease.expires_at > pushed_for:
+                heapq.heapreplace(self._due, self._entry(lease))
+            else:
+                return pushed_for
+        return math.inf
+
+    def _push(self, lease: Lease) -> None:
+        heapq.heappush(self._due, self._entry(lease))
+        if len(self._due) > 2 * len(self._leases) + SPARE:
+            self._due = [self._entry(living) for living in self._leases.values()]
+            heapq.heapify(self._due)
+
+    def _entry(self, lease: Lease) -> tuple[float, int, Lease]:
+        self._granted += 1
+        return lease.expires_at, self._granted, lease

@@ -201,15 +201,19 @@ class PolicyStream:
             horizon=self._horizon,
         )
 
-    def take(self, group: PolicyGroup, failed: int, error: str, newest_version: int, now: float) -> None:
-        """A group is complete. `failed` of its samples are missing (`error`: why one of them is); tokens of versions
-        above `newest_version` count as that one."""
+    def too_old(self, version: int) -> bool:
+        """Would what was begun at this version be dropped by every batch to come?"""
+        return self.done or self._next - version > self.feed.max_staleness
+
+    def take(self, group: PolicyGroup, missing: Counter[str], error: str, newest_version: int, now: float) -> None:
+        """A group is complete. `missing` counts the samples that are not in it, by reason (`error`: why one of them
+        is); tokens of versions above `newest_version` count as that one."""
         if self.done:
-            self._dropped["finished"] += failed + group.masked + len(group.samples)
+            self._dropped["finished"] += missing.total() + group.masked + len(group.samples)
             return
         reason = next((reason for accepts in self._filters if (reason := accepts(group))), None)
         kept = () if reason else group.samples
-        reasons = Counter({"failed": failed, "masked": group.masked})
+        reasons = missing + Counter({"masked": group.masked})
         if reason:
             reasons[reason] += len(group.samples)
         self._dropped.update(reasons)

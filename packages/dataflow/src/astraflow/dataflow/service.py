@@ -11,7 +11,8 @@ on purpose); every sample of every task is settled once; memory is bounded by th
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 from .balance import pool_target
@@ -47,9 +48,12 @@ from .interface import (
     StepReport,
     SubmitReply,
     SubmitRequest,
+    TaskProgress,
     Trajectory,
     WatchRequest,
 )
+from .lengths import Lengths
+from .line import Line
 from .policy import PolicyStream
 from .signals import Signal
 from .sources import EvalSuite, PromptSource
@@ -107,10 +111,11 @@ class Dataflow:
         self._leases = self._dispatch.leases
         self._tasks = self._dispatch.tasks
         self._evaluations: dict[str, EvaluationRun] = {}
-        self._work = Signal()
+        self._work = Line()
         self._published = Signal()
         self._metrics: Window[dict[str, float]] = Window(config.window_s)
         self._example: Trajectory | None = None
+        self._lengths = Lengths()
 
     # --- workers -----------------------------------------------------------------------------------------------
 
@@ -132,10 +137,12 @@ class Dataflow:
             self._sweep(now)
             if self._phase == "finished":
                 return LeaseReply(finished=True)
-            tasks = self._grant(worker, request.max_tasks, now) if worker else ()
+            tasks = self._grant(worker, request, now) if worker else ()
+            if self._dispatch.has_work(training=self._generating, room=self._room):
+                self._work.pass_on()
             if tasks or now >= end:
                 return LeaseReply(tasks=tasks)
-            await self._work.wait(min(end, self._dispatch.next_sweep) - now)
+            await self._work.wait(end - now, self._dispatch.next_sweep - now)
 
     async def submit(self, request: SubmitRequest, /) -> SubmitReply:
         now = self._clock()
@@ -171,6 +178,8 @@ class Dataflow:
             worker.left = True
             self._lose(self._leases.of(request.worker_id), now)
         self._leases.name(request.worker_id, request.tasks, now)
+        for progress in request.progress:
+            self._progressed(request.worker_id, progress, now)
         self._lose(self._leases.unnamed(request.worker_id, now - self._config.worker_silence_s / 2), now)
         unwanted = tuple(t for t in request.tasks if self._leases.holder(t) != request.worker_id)
         return HeartbeatReply(cancel=unwanted, finished=self._phase == "finished")
@@ -309,25 +318,31 @@ class Dataflow:
             pending_eval=self._tasks.evaluating,
             metrics=means_by_name(self._metrics.values(now)),
             example=self._example,
+            lengths=self._lengths.report(),
             error=next(filter(None, failures), ""),
         )
 
     # --- granting ----------------------------------------------------------------------------------------------
 
-    def _grant(self, worker: Worker, most: int, now: float) -> tuple[RolloutTask, ...]:
+    def _grant(self, worker: Worker, request: LeaseRequest, now: float) -> tuple[RolloutTask, ...]:
         ended = self._dispatch.exhausted
         tasks = self._dispatch.grant(
             worker,
-            most,
+            request,
             now,
             versions={published.model_id: published.version for published in self._versions()},
-            training=self._generating,
-            room=lambda running: any(policy.wants_group(running) for policy in self._policies.values()),
+            training=lambda: self._generating,
+            room=self._room,
         )
         if self._dispatch.exhausted and not ended:
             self._wake()
         return tasks
 
+    def _room(self, running: int) -> bool:
+        """Does any policy want another group, so many being under way?"""
+        return any(policy.wants_group(running) for policy in self._policies.values())
+
+    @property
     def _generating(self) -> bool:
         """May training tasks be leased? In synchronous mode only while every trainer that needs data waits for it."""
         training = [policy for policy in self._policies.values() if not policy.done]
@@ -339,6 +354,8 @@ class Dataflow:
 
     def _settle(self, task: OpenTask, result: SampleResult, problem: str, now: float) -> None:
         trajectory = result.trajectory
+        if task.task.purpose == "train":
+            self._lengths.add(result.tokens, timed_out=trajectory.status == "timed_out")
         if problem or trajectory.status != "ok":
             reason = problem or trajectory.error or trajectory.status
             task.settle(result.sample_index, None, reason)
@@ -362,13 +379,32 @@ class Dataflow:
         if self._observer is not None:
             self._observer.on_group(group)
 
+    def _progressed(self, worker_id: str, progress: TaskProgress, now: float) -> None:
+        """Keep the lease of a task that goes on; give up one of which nothing can be trained any more."""
+        self._leases.progress(worker_id, progress.task_id, progress.tokens, now)
+        task = self._tasks.get(progress.task_id)
+        if task is None or task.task.purpose != "train" or self._leases.holder(progress.task_id) != worker_id:
+            return
+        fed = {name: policy for name, policy in self._policies.items() if name in task.task.sampling}
+
+        def past(began: Mapping[str, int]) -> bool:
+            """Is what began at these versions too old for every policy?"""
+            return all(
+                name in began and policy.too_old(min(began[name], task.newest_for(name, policy.version)))
+                for name, policy in fed.items()
+            )
+
+        if past(progress.began) and past(task.freshest(progress.began)):
+            task.missing = "stale"
+            self._close(task, now)
+
     def _ingest(self, task: OpenTask, group: RolloutGroup, now: float) -> None:
         present = [trajectory for trajectory in group.trajectories if trajectory is not None]
-        failed = len(group.trajectories) - len(present)
+        missing = Counter({task.missing: len(group.trajectories) - len(present)})
         self._metrics.add(now, means_by_name(trajectory.metrics for trajectory in present))
         for name, policy in self._policies.items():
-            newest = min(policy.version, task.newest_version.get(name, policy.version))
-            policy.take(policy_group(group, name), failed, task.error, newest, now)
+            newest = task.newest_for(name, policy.version)
+            policy.take(policy_group(group, name), missing, task.error, newest, now)
             policy.changed.notify()
 
     # --- serving -----------------------------------------------------------------------------------------------
@@ -438,7 +474,7 @@ class Dataflow:
 
     def _wake(self) -> None:
         """Something changed for everybody."""
-        self._work.notify()
+        self._work.notify_all()
         self._published.notify()
         for policy in self._policies.values():
             policy.changed.notify()

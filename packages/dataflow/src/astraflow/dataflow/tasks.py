@@ -7,7 +7,7 @@ up, and what comes for it later is late.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -24,7 +24,24 @@ class OpenTask:
         self.newest_version: dict[str, int] = {}
         self.last_worker = ""
         self.error = ""
+        self.missing = "failed"
+        """What the samples that are not in are counted as."""
+        self.queued = False
         self._trajectories: dict[int, Trajectory | None] = {}
+
+    def newest_for(self, model_id: str, version: int) -> int:
+        """The newest version that this task's tokens may count as, the policy being at `version`."""
+        return min(version, self.newest_version.get(model_id, version))
+
+    def freshest(self, began: Mapping[str, int]) -> dict[str, int]:
+        """For each policy the freshest that a sample of the task can be: those open `began` there, those in are as
+        old as their oldest tokens. A policy in which an open sample may still begin is left out."""
+        found = dict(began)
+        for trajectory in self._trajectories.values():
+            for sequence in trajectory.sequences if trajectory else ():
+                if sequence.model_id in found:
+                    found[sequence.model_id] = max(found[sequence.model_id], sequence.oldest_version)
+        return found
 
     def has(self, sample_index: int) -> bool:
         return sample_index in self._trajectories
@@ -33,6 +50,11 @@ class OpenTask:
         """The sample's outcome: its trajectory, or None if it failed."""
         self._trajectories[sample_index] = trajectory
         self.error = self.error or error
+
+    @property
+    def open_samples(self) -> int:
+        """How many samples are not in."""
+        return self.task.n_samples - len(self._trajectories)
 
     @property
     def settled(self) -> tuple[int, ...]:
@@ -48,14 +70,51 @@ class OpenTask:
         return RolloutGroup(task=self.task, trajectories=ordered)
 
 
+class Queue:
+    """Tasks that wait for a worker, apart by the policies they need: what one worker cannot run is not looked through
+    for the next task that it can."""
+
+    def __init__(self) -> None:
+        self._by_needs: dict[frozenset[str], deque[OpenTask]] = {}
+
+    def __len__(self) -> int:
+        return sum(len(waiting) for waiting in self._by_needs.values())
+
+    def add(self, task: OpenTask, *, first: bool = False) -> None:
+        task.queued = True
+        waiting = self._by_needs.setdefault(frozenset(task.task.sampling), deque())
+        if first:
+            waiting.appendleft(task)
+        else:
+            waiting.append(task)
+
+    def take(self, served: frozenset[str], fits: Callable[[OpenTask], bool]) -> OpenTask | None:
+        """Remove and return the first task that needs no more than what is `served` and that `fits`."""
+        for needs, waiting in self._by_needs.items():
+            if not needs <= served:
+                continue
+            for position, task in enumerate(waiting):
+                if fits(task):
+                    del waiting[position]
+                    task.queued = False
+                    return task
+        return None
+
+    def discard(self, task: OpenTask) -> None:
+        """Forget a task, if it waits here."""
+        if task.queued:
+            self._by_needs[frozenset(task.task.sampling)].remove(task)
+            task.queued = False
+
+
 class TaskBoard:
     """The open tasks, and those of them that wait for a worker: evaluation first, then retries."""
 
     def __init__(self, max_attempts: int) -> None:
         self._max_attempts = max_attempts
         self._open: dict[str, OpenTask] = {}
-        self._evaluations: deque[str] = deque()
-        self._retries: deque[str] = deque()
+        self._evaluations = Queue()
+        self._retries = Queue()
         self.training = 0
         self.evaluating = 0
 
@@ -66,7 +125,7 @@ class TaskBoard:
         """Open a task; an evaluation task waits for a worker, a training task is opened as it is leased."""
         self._open[task.task.task_id] = task
         if task.task.purpose == "eval":
-            self._evaluations.append(task.task.task_id)
+            self._evaluations.add(task)
             self.evaluating += 1
         else:
             self.training += 1
@@ -78,38 +137,46 @@ class TaskBoard:
             return False
         task.task = msgspec.structs.replace(task.task, attempt=attempt, done=task.settled)
         if task.task.purpose == "eval":
-            self._evaluations.appendleft(task.task.task_id)
+            self._evaluations.add(task, first=True)
         else:
-            self._retries.append(task.task.task_id)
+            self._retries.add(task)
         return True
 
     def close(self, task: OpenTask) -> None:
         """The task is complete or given up; it is open no more."""
         del self._open[task.task.task_id]
         if task.task.purpose == "eval":
+            self._evaluations.discard(task)
             self.evaluating -= 1
         else:
+            self._retries.discard(task)
             self.training -= 1
 
     def waiting(
-        self, worker_id: str, policies: Collection[str], *, training: bool, others: Sequence[frozenset[str]]
+        self,
+        worker_id: str,
+        served: frozenset[str],
+        most_samples: float,
+        *,
+        training: bool,
+        others: Callable[[], Sequence[frozenset[str]]],
     ) -> OpenTask | None:
-        """Take the first task that waits and this worker may run: it serves the task's policies, and it is not the
-        one that just lost it, unless none of the `others` serves them. Retries of training tasks only if `training`."""
-        queues = (self._evaluations, self._retries) if training else (self._evaluations,)
-        for queue in queues:
-            for _ in range(len(queue)):
-                task = self._open.get(queue[0])
-                if task is None:
-                    queue.popleft()
-                    continue
-                needed = task.task.sampling.keys()
-                spared = task.last_worker == worker_id and any(needed <= served for served in others)
-                if needed <= set(policies) and not spared:
-                    queue.popleft()
-                    return task
-                queue.rotate(-1)
-        return None
+        """Take the first task that waits and this worker may run: it serves the task's policies, there are at most
+        `most_samples` to run, and it is not the worker that just lost it, unless none of the `others` serves them.
+        Retries of training tasks only if `training`."""
+
+        def fits(task: OpenTask) -> bool:
+            if task.open_samples > most_samples:
+                return False
+            spared = task.last_worker == worker_id
+            return not (spared and any(task.task.sampling.keys() <= served for served in others()))
+
+        task = self._evaluations.take(served, fits)
+        return self._retries.take(served, fits) if task is None and training else task
+
+    def has_waiting(self, *, training: bool) -> bool:
+        """Does any task wait for a worker?"""
+        return len(self._evaluations) > 0 or (training and len(self._retries) > 0)
 
     def training_tasks(self) -> Iterator[OpenTask]:
         return iter([task for task in self._open.values() if task.task.purpose == "train"])

@@ -19,13 +19,17 @@ class Worker:
     """One worker's introduction, last sign of life and figures."""
 
     def __init__(self, registration: Registration, now: float) -> None:
-        self.registration = registration
+        self.introduce(registration)
         self.heard_at = now
-        self.left = False
         self.stats = WorkerStats()
         self._full_bytes = 0
         self._delta_bytes = 0
         self._pause_s = 0.0
+
+    def introduce(self, registration: Registration) -> None:
+        self.registration = registration
+        self.serves = frozenset(registration.policies)
+        self.left = False
 
     def take(self, stats: WorkerStats) -> None:
         self.stats = stats
@@ -62,8 +66,7 @@ class Workers:
         """Returns True if this is another process than the one known by that name: what that one ran is lost."""
         known = self.hear(registration.worker_id, now)
         if known is not None and known.registration.pid == registration.pid:
-            known.registration = registration
-            known.left = False
+            known.introduce(registration)
             return False
         self._workers[registration.worker_id] = Worker(registration, now)
         self.heard_at = now
@@ -82,7 +85,7 @@ class Workers:
     def served_by_others(self, worker_id: str, now: float) -> list[frozenset[str]]:
         """What each other live worker serves."""
         others = (worker for name, worker in self._workers.items() if name != worker_id)
-        return [frozenset(worker.registration.policies) for worker in others if self.alive(worker, now)]
+        return [worker.serves for worker in others if self.alive(worker, now)]
 
     def sweep(self, now: float) -> set[str]:
         """The names of the silent; those silent for very long are forgotten."""

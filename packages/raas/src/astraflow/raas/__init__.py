@@ -12,9 +12,11 @@ from .interface import (
     Generation,
     Outcome,
     PolicyHandle,
+    Progress,
     Turn,
     Workflow,
 )
+from .meter import Meter
 from .recorder import RecordedTurn, Recorder
 from .registry import load_engine, load_workflow
 from .rollout import run_sample
@@ -33,9 +35,11 @@ __all__ = [
     "GenerateRequest",
     "Generation",
     "Handle",
+    "Meter",
     "Outcome",
     "Policy",
     "PolicyHandle",
+    "Progress",
     "RecordedTurn",
     "Recorder",
     "Tokenizer",

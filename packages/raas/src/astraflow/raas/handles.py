@@ -19,6 +19,7 @@ from astraflow.dataflow import Message, RolloutTask, Sampling
 from astraflow.dataflow import Sequence as TokenSequence
 
 from .interface import Engine, GenerateRequest, Generation
+from .meter import Meter
 from .recorder import RecordedTurn, Recorder
 from .tokenizer import Tokenizer
 
@@ -72,7 +73,14 @@ class Handle:
     """One policy in one rollout; implements `PolicyHandle`."""
 
     def __init__(
-        self, model_id: str, policy: Policy, sampling: Sampling, task: RolloutTask, index: int, transcript: Transcript
+        self,
+        model_id: str,
+        policy: Policy,
+        sampling: Sampling,
+        task: RolloutTask,
+        index: int,
+        transcript: Transcript,
+        meter: Meter,
     ) -> None:
         self._model_id = model_id
         self._policy = policy
@@ -81,6 +89,7 @@ class Handle:
         self._task = task
         self._index = index
         self._transcript = transcript
+        self._meter = meter
         self._recorder = Recorder(model_id)
         self._conversations: list[Conversation] = []
         self._turns = 0
@@ -148,11 +157,15 @@ class Handle:
             stop_token_ids=self._tokenizer.stop_token_ids,
             seed=turn_seed(task.seed, self._index, self._model_id, turn),
         )
+        generation = None
+        self._meter.begin(request.request_id, self._model_id, self._policy.engine)
         try:
             generation = await self._policy.engine.generate(request)
         except Exception as error:
             error.add_note(f"policy {self._model_id!r}, turn {turn}, prompt of {len(prompt)} tokens")
             raise
+        finally:
+            self._meter.end(request.request_id, generation)
         await self._policy.turn()
         return generation
 

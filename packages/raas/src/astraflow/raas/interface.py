@@ -66,6 +66,13 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     generated_tokens: int
 
 
+class Progress(msgspec.Struct, frozen=True):
+    """Of a request under way: tokens sampled so far, and the version of the first."""
+
+    tokens: int = 0
+    began: int = -1
+
+
 class EngineError(Exception):
     """A request failed (too long, engine gone); the message says what to do."""
 
@@ -107,6 +114,10 @@ class Engine(Protocol):
         If `commit` raises, the old weights and version go on serving and the exception surfaces.
         Returns the seconds generation stood still.
         """
+        ...
+
+    def progress(self, request_id: str, /) -> Progress:
+        """How far a running request is; nothing sampled, of an unknown one."""
         ...
 
     def stats(self) -> EngineStats: ...

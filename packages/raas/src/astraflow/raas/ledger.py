@@ -8,21 +8,50 @@ from __future__ import annotations
 
 import anyio
 
-from astraflow.dataflow import RolloutTask
+from astraflow.dataflow import RolloutTask, TaskProgress
+
+from .meter import Meter
 
 Key = tuple[str, int]
 """(task id, attempt): a task that comes back to the same worker is another one."""
 
 
-class Held:
-    """One leased task. `deadline` is on anyio's clock; cancelling `scope` ends its rollouts."""
+RESERVE = 0.05
+"""Share of its time by which a task is given up before the lease ends, at most `MOST_RESERVE_S` seconds: so that what
+timed out is told while the group still waits for it."""
 
-    def __init__(self, task: RolloutTask, leased_at: float, deadline: float) -> None:
+MOST_RESERVE_S = 1.0
+
+
+class Held:
+    """One leased task: `leased_at` and `deadline` are on anyio's clock. The deadline moves as tokens come, up to the
+    task's limit; cancelling `scope` ends its rollouts."""
+
+    def __init__(self, task: RolloutTask, leased_at: float) -> None:
         self.task = task
         self.leased_at = leased_at
-        self.deadline = deadline
         self.scope = anyio.CancelScope()
         self.open = set(range(task.n_samples)) - set(task.done)
+        self.meters = {index: Meter() for index in self.open}
+        self.deadline = leased_at + shortened(min(task.deadline_s, task.limit_s))
+        self._tokens = 0
+
+    def progress(self, now: float) -> TaskProgress:
+        """How far the task is; its deadline moves if it has more tokens than when this was last asked."""
+        tokens = sum(meter.read() for meter in self.meters.values())
+        if tokens > self._tokens:
+            self._tokens = tokens
+            limit = self.leased_at + shortened(self.task.limit_s)
+            self.deadline = max(self.deadline, min(now + shortened(self.task.deadline_s), limit))
+        began = [self.meters[index].began for index in self.open]
+        everywhere = set.intersection(*(set(versions) for versions in began)) if began else set()
+        newest = {model_id: max(versions[model_id] for versions in began) for model_id in everywhere}
+        return TaskProgress(self.task.task_id, tokens, newest)
+
+    def time_out(self) -> None:
+        """Time is up: whatever of it runs or waits ends now."""
+        for meter in self.meters.values():
+            meter.scope.cancel()
 
     @property
     def key(self) -> Key:
@@ -45,6 +74,9 @@ class Ledger:
 
     def task_ids(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(task_id for task_id, _ in self._held))
+
+    def progress(self, now: float) -> tuple[TaskProgress, ...]:
+        return tuple(held.progress(now) for held in self._held.values())
 
     def take(self, held: Held) -> None:
         self._held[held.key] = held
@@ -79,3 +111,8 @@ class Ledger:
         self._samples -= samples
         self._changed.set()
         self._changed = anyio.Event()
+
+
+def shortened(seconds: float) -> float:
+    """A lease's time less the reserve."""
+    return seconds - min(MOST_RESERVE_S, RESERVE * seconds)

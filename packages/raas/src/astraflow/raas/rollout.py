@@ -17,15 +17,16 @@ from astraflow.dataflow import RolloutTask, SampleResult, Trajectory, Trajectory
 
 from .handles import Handle, Policy, Transcript
 from .interface import EngineGone, Outcome, Workflow
+from .meter import Meter
 from .registry import listed, nearest
 
 log = structlog.get_logger(__name__)
 
 
 def result_of(
-    task: RolloutTask, index: int, trajectory: Trajectory, *, worker_id: str, leased_at: float
+    task: RolloutTask, index: int, trajectory: Trajectory, *, worker_id: str, leased_at: float, tokens: int
 ) -> SampleResult:
-    """`leased_at` is on anyio's clock."""
+    """`leased_at` is on anyio's clock; `tokens` were sampled."""
     return SampleResult(
         task_id=task.task_id,
         sample_index=index,
@@ -33,6 +34,7 @@ def result_of(
         worker_id=worker_id,
         trajectory=trajectory,
         seconds=anyio.current_time() - leased_at,
+        tokens=tokens,
     )
 
 
@@ -42,10 +44,10 @@ async def run_sample(
     workflows: Mapping[str, Workflow],
     policies: Mapping[str, Policy],
     *,
-    deadline: float = math.inf,
+    meter: Meter | None = None,
     reraise: bool = False,
 ) -> Trajectory:
-    """Run sample `index` of `task` until `deadline` (anyio's clock) at the latest.
+    """Run sample `index` of `task`; whoever cancels the meter's scope times it out.
 
     An exception of the workflow (its rewards and metrics included: NaN is one) gives the status "failed" with type,
     message and place in `error`; its traceback is logged. With `reraise` it is raised instead, with notes that name the
@@ -55,12 +57,13 @@ async def run_sample(
         EngineGone: an engine died; that is not this sample's failure.
     """
     transcript = Transcript()
+    meter = meter or Meter()
     handles = {
-        name: Handle(name, policy, task.sampling[name], task, index, transcript)
+        name: Handle(name, policy, task.sampling[name], task, index, transcript, meter)
         for name, policy in policies.items()
         if name in task.sampling
     }
-    with anyio.CancelScope(deadline=deadline) as scope:
+    with meter.scope as scope:
         try:
             workflow = find_workflow(workflows, task.workflow)
             outcome = await outcome_of(workflow, task, handles)

@@ -188,15 +188,11 @@ class Worker:
         """Lease while there is room, until the worker is to leave."""
         async with anyio.create_task_group() as leasing:
             leasing.start_soon(self._cancel_when_leaving, leasing.cancel_scope)
-            # How many samples a task has is known from the last one; before that, ask for one task.
-            group_size = self._config.capacity
             while True:
-                room = await self._ledger.room()
-                reply = await self._lease(max(1, room // group_size))
+                reply = await self._lease(await self._ledger.room())
                 if reply.finished:
                     self._finish()
                 for task in reply.tasks:
-                    group_size = max(1, task.n_samples)
                     self._take(task, rollouts)
                 await anyio.sleep(NEXT_LEASE_S)
 
@@ -204,8 +200,8 @@ class Worker:
         await self._leaving.wait()
         scope.cancel()
 
-    async def _lease(self, max_tasks: int) -> LeaseReply:
-        request = LeaseRequest(worker_id=self._config.worker_id, max_tasks=max_tasks, wait_s=LEASE_S)
+    async def _lease(self, room: int) -> LeaseReply:
+        request = LeaseRequest(worker_id=self._config.worker_id, max_tasks=room, max_samples=room, wait_s=LEASE_S)
         return await persist(
             "lease",
             lambda: self._dataflow.lease(request),
@@ -214,46 +210,69 @@ class Worker:
         )
 
     def _take(self, task: RolloutTask, rollouts: TaskGroup) -> None:
-        now = anyio.current_time()
-        # Ready a little before the lease ends, so that what timed out is told while the group still waits for it.
-        held = Held(task, now, now + task.deadline_s - min(1.0, 0.05 * task.deadline_s))
+        held = Held(task, anyio.current_time())
         self._ledger.take(held)
         rollouts.start_soon(self._run_task, held)
 
     async def _run_task(self, held: Held) -> None:
         with held.scope:
-            wanted = sorted(held.open)
-            if self._config.one_at_a_time:
-                for index in wanted:
-                    await self._run_sample(held, index)
-                return
-            async with anyio.create_task_group() as samples:
-                for index in wanted:
-                    samples.start_soon(self._run_sample, held, index)
+            async with anyio.create_task_group() as timing:
+                timing.start_soon(self._keep_time, held)
+                await self._run_samples(held)
+                timing.cancel_scope.cancel()
+
+    async def _run_samples(self, held: Held) -> None:
+        wanted = sorted(held.open)
+        if self._config.one_at_a_time:
+            for index in wanted:
+                await self._run_sample(held, index)
+            return
+        async with anyio.create_task_group() as samples:
+            for index in wanted:
+                samples.start_soon(self._run_sample, held, index)
+
+    async def _keep_time(self, held: Held) -> None:
+        """Time out what runs when no token came for the task's deadline, or its limit is reached."""
+        while anyio.current_time() < held.deadline:
+            await anyio.sleep_until(held.deadline)
+            held.progress(anyio.current_time())
+        held.time_out()
 
     async def _run_sample(self, held: Held, index: int) -> None:
         """Wait for a place, roll out, hand the result over."""
-        task = held.task
-        with anyio.CancelScope(deadline=held.deadline) as queue:
+        task, meter = held.task, held.meters[index]
+        with meter.scope as queue:
             await self._weights.at_least(task.min_versions)
             await self._running.acquire()
-        if queue.cancelled_caught:
+        if queue.cancel_called:
+            if not queue.cancelled_caught:
+                self._running.release()
             waited = f"task {task.task_id!r} sample {index}: not begun in time; the engines serve"
             trajectory = unfinished("timed_out", f"{waited} {self._weights.versions()}, wanted {task.min_versions}")
         else:
+            meter.scope = anyio.CancelScope()
             try:
                 trajectory = await run_sample(
                     task,
                     index,
                     self._workflows,
                     self._policies,
-                    deadline=held.deadline,
+                    meter=meter,
                     reraise=self._config.reraise,
                 )
             finally:
                 self._running.release()
         self._note_failure(trajectory)
-        self._outbox.put(result_of(task, index, trajectory, worker_id=self._config.worker_id, leased_at=held.leased_at))
+        self._outbox.put(
+            result_of(
+                task,
+                index,
+                trajectory,
+                worker_id=self._config.worker_id,
+                leased_at=held.leased_at,
+                tokens=meter.read(),
+            )
+        )
 
     def _note_failure(self, trajectory: Trajectory) -> None:
         """Raises WorkerFailed when nothing but failures came for too long."""
@@ -304,6 +323,7 @@ class Worker:
             Heartbeat(
                 worker_id=self._config.worker_id,
                 tasks=self._ledger.task_ids(),
+                progress=self._ledger.progress(anyio.current_time()),
                 stats=since(self._reported, totals),
                 leaving=leaving,
             )

@@ -24,7 +24,15 @@ import anyio
 import anyio.to_thread
 import structlog
 
-from astraflow.raas.interface import EngineError, EngineGone, EngineSpec, EngineStats, GenerateRequest, Generation
+from astraflow.raas.interface import (
+    EngineError,
+    EngineGone,
+    EngineSpec,
+    EngineStats,
+    GenerateRequest,
+    Generation,
+    Progress,
+)
 from astraflow.weightsync import Sink, TensorSink
 
 if TYPE_CHECKING:
@@ -80,6 +88,7 @@ class TransformersEngine:
         self._model: Any = None
         self._batch: Batch | None = None
         self._sink: Sink | None = None
+        self._jobs: dict[str, Job] = {}
 
     @property
     def version(self) -> int:
@@ -113,11 +122,13 @@ class TransformersEngine:
         reply = _Reply()
         job = Job(request, reply.send)
         self._put(job)
+        self._jobs[request.request_id] = job
         try:
             result: Generation = await reply.future
             return result
         finally:
             job.cancelled = True
+            del self._jobs[request.request_id]
 
     def sink(self) -> Sink:
         """The model's live tensors, always the same sink; a tied head is found under its own name as well."""
@@ -134,6 +145,11 @@ class TransformersEngine:
         with anyio.CancelScope(shield=True):
             paused: float = await swap.reply.future
         return paused
+
+    def progress(self, request_id: str, /) -> Progress:
+        job = self._jobs.get(request_id)
+        sampled = len(job.versions) if job is not None else 0
+        return Progress(sampled, job.versions[0]) if job is not None and sampled else Progress()
 
     def stats(self) -> EngineStats:
         batch = self._batch
