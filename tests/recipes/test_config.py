@@ -52,6 +52,8 @@ def test_a_file_that_is_not_toml_is_refused(tmp_path: Path) -> None:
         (["--steps", "0"], "must be above 0"),
         (["--data.n-samples", "1"], "makes every group constant"),
         (["--policies.verifier.max-new-tokens", "5000"], "leaves no room"),
+        (["--trainer.loss.name", "m2p"], "loss.name 'm2p' is none of m2po"),
+        (["--trainer.loss.correction", "mask"], "loss.proximal: set that too"),
     ],
 )
 def test_what_cannot_work_together_is_refused_with_the_reason(args: list[str], reason: str) -> None:

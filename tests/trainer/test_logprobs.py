@@ -13,18 +13,19 @@ def test_values_entropy_and_gradients_equal_plain_log_softmax(chunk: int, dtype:
     hidden, weight = torch.randn(7, 5, dtype=dtype), torch.randn(11, 5, dtype=dtype)
     temperatures = torch.tensor([1.0, 0.5, 2.0, 1.0, 0.7, 1.0, 1.3])
     heads, targets = torch.tensor([0, 0, 1, 3, 3, 3, 4, 5, 6]), torch.tensor([1, 2, 2, 5, 5, 0, 10, 3, 3])
-    upstream = torch.randn(9)
+    upstream, slopes = torch.randn(9), torch.randn(7)
 
     leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
     logprobs, entropy = token_logprobs(leaves[0], leaves[1], temperatures, heads, targets, chunk)
-    (logprobs * upstream).sum().backward()  # type: ignore[no-untyped-call]
+    ((logprobs * upstream).sum() + (entropy * slopes).sum()).backward()  # type: ignore[no-untyped-call]
 
     plain = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
     every = torch.log_softmax(plain[0] @ plain[1].T / temperatures[:, None], -1)
-    (every[heads, targets] * upstream).sum().backward()  # type: ignore[no-untyped-call]
+    plain_entropy = -(every.exp() * every).sum(-1)
+    ((every[heads, targets] * upstream).sum() + (plain_entropy * slopes).sum()).backward()  # type: ignore[no-untyped-call]
 
     torch.testing.assert_close(logprobs, every[heads, targets].float(), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(entropy, -(every.exp() * every).sum(-1).float(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(entropy, plain_entropy.float(), rtol=1e-5, atol=1e-6)
     for ours, theirs in zip(leaves, plain, strict=True):
         assert ours.grad is not None
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-6)

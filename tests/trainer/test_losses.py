@@ -10,8 +10,15 @@ import torch
 from torch import Tensor
 
 from astraflow.trainer import LossConfig
-from astraflow.trainer.batch import Example
-from astraflow.trainer.losses import clipped_surrogate, kl_k3, m2po_range, ratio_range, token_weights
+from astraflow.trainer.losses import (
+    LossInputs,
+    RatioRange,
+    TokenLoss,
+    kl_estimate,
+    load_loss,
+    m2po_range,
+    token_weights,
+)
 
 
 def slow_m2po(logprobs: list[float], old: list[float], advantages: list[float], tau: float) -> tuple[float, float]:
@@ -78,66 +85,153 @@ def test_m2po_extremes(
     assert (low, high) == pytest.approx(want, rel=1e-9)
 
 
-@pytest.mark.parametrize("scale", [0.0, 0.1, 1.0, 30.0])
-@pytest.mark.parametrize("bounds", [(0.8, 1.28), (0.05, 21.0), (0.99, 1.01)])
-@pytest.mark.parametrize("dual", [0.0, 3.0])
-def test_surrogate_and_its_gradient_equal_the_slow_one(scale: float, bounds: tuple[float, float], dual: float) -> None:
-    new, old, advantages = arrays(7, scale)
-    if scale == 0:
-        new = old.clone()
-    new.requires_grad_()
-    tokens = clipped_surrogate(new, old, advantages, *bounds, dual_clip=dual)
+SEQUENCE = torch.arange(10).repeat_interleave(20)
+"""Ten sequences of 20 tokens: the `arrays` below."""
+
+
+def run(config: LossConfig, new: Tensor, old: Tensor, advantages: Tensor) -> tuple[TokenLoss, Tensor, RatioRange]:
+    """Token losses, d (their sum) / d new, and the range."""
+    new = new.clone().requires_grad_()
+    loss = load_loss(config)
+    bounds = loss.range(new.detach(), old, advantages)
+    tokens = loss.tokens(LossInputs(new, old, advantages, SEQUENCE[: len(new)]), bounds)
     tokens.loss.sum().backward()  # type: ignore[no-untyped-call]
     assert new.grad is not None
+    return TokenLoss(tokens.loss.detach(), tokens.ratio, tokens.clipped), new.grad, bounds
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.1, 1.0, 30.0])
+@pytest.mark.parametrize("bounds", [(0.2, 0.28), (0.95, 20.0), (0.01, 0.01)])
+@pytest.mark.parametrize("dual", [0.0, 3.0])
+@pytest.mark.parametrize("name", ["ppo", "grpo"])
+def test_ppo_and_grpo_and_their_gradients_equal_the_slow_one(
+    name: str, scale: float, bounds: tuple[float, float], dual: float
+) -> None:
+    new, old, advantages = arrays(7, scale)
+    config = LossConfig(name=name, clip_low=bounds[0], clip_high=bounds[1], dual_clip=dual)
+    tokens, grad, _ = run(config, new, old, advantages)
+    high = 1 + (bounds[0] if name == "grpo" else bounds[1])
     slow = [
-        slow_ppo(a, b, c, *bounds, dual)
+        slow_ppo(a, b, c, 1 - bounds[0], high, dual)
         for a, b, c in zip(new.tolist(), old.tolist(), advantages.tolist(), strict=True)
     ]
     np.testing.assert_allclose(tokens.loss.tolist(), [loss for loss, _ in slow], rtol=1e-12)
     # At ratio 1 exactly both branches are equal and torch splits the tie; the slope is the same on either side.
-    np.testing.assert_allclose(new.grad.tolist(), [slope for _, slope in slow], rtol=1e-12)
+    np.testing.assert_allclose(grad.tolist(), [slope for _, slope in slow], rtol=1e-12)
     dead = [slope == 0.0 for _, slope in slow]
     assert [bool(c) or abs(a - b) >= 20 for c, a, b in zip(tokens.clipped, new, old, strict=True)] == dead
 
 
+def slow_gspo(new: list[float], old: list[float], advantage: float, low: float, high: float) -> tuple[float, float]:
+    """A sequence's loss and its slope in every one of its tokens: -min(s A, clip(s) A), d s / d token = s / length."""
+    s = math.exp(min(max(sum(a - b for a, b in zip(new, old, strict=True)) / len(new), -20.0), 20.0))
+    clipped = min(max(s, low), high)
+    if s * advantage <= clipped * advantage:
+        return -s * advantage, -s * advantage / len(new)
+    return -clipped * advantage, 0.0
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.01, 0.5, 5.0])
+def test_gspo_and_its_gradient_equal_the_slow_one(scale: float) -> None:
+    new, old, _ = arrays(3, scale)
+    each = torch.randn(10, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    advantages = each.repeat_interleave(20)
+    config = LossConfig(name="gspo", clip_low=0.03, clip_high=0.04)
+    tokens, grad, _ = run(config, new, old, advantages)
+    for i in range(10):
+        part = slice(20 * i, 20 * i + 20)
+        loss, slope = slow_gspo(new[part].tolist(), old[part].tolist(), float(each[i]), 0.97, 1.04)
+        assert float(tokens.loss[part].mean()) == pytest.approx(loss, rel=1e-12)
+        np.testing.assert_allclose((grad[part] / 20).tolist(), [slope] * 20, rtol=1e-9)
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.1, 2.0])
+def test_sapo_and_cispo_equal_the_formulas(scale: float) -> None:
+    new, old, advantages = arrays(4, scale)
+    sapo, sapo_grad, _ = run(LossConfig(name="sapo"), new, old, advantages)
+    cispo, cispo_grad, _ = run(LossConfig(name="cispo", clip_low=0.5, clip_high=1.0), new, old, advantages)
+    for i, (a, b, advantage) in enumerate(zip(new.tolist(), old.tolist(), advantages.tolist(), strict=True)):
+        ratio = math.exp(a - b)
+        t = 1.0 if advantage > 0 else 1.05
+        p = 1 / (1 + math.exp(-t * (ratio - 1)))
+        assert float(sapo.loss[i]) == pytest.approx(-p * 4 / t * advantage, rel=1e-9)
+        assert float(sapo_grad[i]) == pytest.approx(-4 * p * (1 - p) * ratio * advantage, rel=1e-6, abs=1e-12)
+        weight = min(max(ratio, 0.5), 2.0)
+        assert float(cispo.loss[i]) == pytest.approx(-weight * advantage * a, rel=1e-12)
+        assert float(cispo_grad[i]) == pytest.approx(-weight * advantage, rel=1e-12)  # also where it is clipped
+        assert bool(cispo.clipped[i]) == (weight != ratio)
+
+
+@pytest.mark.parametrize("name", ["m2po", "ppo", "grpo", "gspo", "sapo", "cispo"])
+def test_extreme_ratios_stay_finite_in_float32(name: str) -> None:
+    old = torch.full((4,), -50.0)
+    new = torch.tensor([-1e-3, -1000.0, -50.0, -120.0])
+    for advantages in (torch.full((4,), 5.0), torch.full((4,), -5.0), torch.zeros(4)):
+        tokens, grad, _ = run(LossConfig(name=name), new, old, advantages)
+        assert torch.isfinite(tokens.loss).all()
+        assert torch.isfinite(grad).all()
+
+
 @pytest.mark.parametrize("difference", [0.0, 1e-9, 0.3, -0.3, 5.0, -5.0])
-def test_k3(difference: float) -> None:
-    logprobs = torch.tensor([-1.0], dtype=torch.float64, requires_grad=True)
-    value = kl_k3(logprobs, logprobs.detach() + difference)
-    value.backward()  # type: ignore[no-untyped-call]
-    assert value.item() == pytest.approx(math.exp(difference) - difference - 1, abs=1e-15)
-    assert value.item() >= 0
-    assert logprobs.grad is not None
-    assert logprobs.grad.item() == pytest.approx(1 - math.exp(difference), abs=1e-15)
+def test_the_divergence_estimates(difference: float) -> None:
+    want = {
+        "k1": (-difference, 1.0),
+        "k2": (difference**2 / 2, -difference),
+        "k3": (math.exp(difference) - difference - 1, 1 - math.exp(difference)),
+    }
+    for name, (value, slope) in want.items():
+        logprobs = torch.tensor([-1.0], dtype=torch.float64, requires_grad=True)
+        got = kl_estimate(name, logprobs, logprobs.detach() + difference)  # type: ignore[arg-type]
+        got.backward()  # type: ignore[no-untyped-call]
+        assert got.item() == pytest.approx(value, abs=1e-15)
+        assert logprobs.grad is not None
+        assert logprobs.grad.item() == pytest.approx(slope, abs=1e-15)
 
 
-def example(length: int, weight: float = 1.0) -> Example:
-    return Example(
-        np.arange(length + 1), np.arange(1, length + 1), np.zeros(length, np.float32), np.zeros(length, np.int32),
-        1.0, 1.0, 1.0, weight, "g",
-    )  # fmt: skip
-
-
-def test_weights_normalise_by_tokens_or_by_sequences() -> None:
-    samples = [example(1), example(3, weight=2.0)]
-    tokens = token_weights(samples, LossConfig(name="ppo"))
+def test_weights_by_tokens_by_sequences_and_by_a_constant() -> None:
+    lengths, samples = torch.tensor([1, 3]), torch.tensor([1.0, 2.0])
+    tokens = token_weights(lengths, samples, LossConfig(name="ppo"))
     np.testing.assert_allclose(tokens, [1 / 4, 2 / 4, 2 / 4, 2 / 4])
-    sequences = token_weights(samples, LossConfig(name="grpo"))
+    sequences = token_weights(lengths, samples, LossConfig(name="grpo"))
     np.testing.assert_allclose(sequences, [1 / 2, 1 / 3, 1 / 3, 1 / 3])
-
-
-def test_ranges_of_the_fixed_losses() -> None:
-    new, old, advantages = arrays(0, 0.1)
-    ppo = ratio_range(LossConfig(name="ppo", clip_low=0.1, clip_high=0.3), new, old, advantages)
-    grpo = ratio_range(LossConfig(name="grpo", clip_low=0.1, clip_high=0.3), new, old, advantages)
-    assert ppo[:2] == (0.9, 1.3)
-    assert grpo[:2] == (0.9, 1.1)
+    constant = token_weights(lengths, samples, LossConfig(aggregate="constant", aggregate_tokens=10))
+    np.testing.assert_allclose(constant, [1 / 20, 2 / 20, 2 / 20, 2 / 20])
+    of_two_ranks = token_weights(lengths, samples, LossConfig(name="grpo"), tokens=8, sequences=4)
+    np.testing.assert_allclose(of_two_ranks, [1 / 4, 1 / 6, 1 / 6, 1 / 6])
 
 
 def test_the_last_token_that_m2po_keeps_is_not_clipped() -> None:
-    old = torch.zeros(6)
-    new = torch.tensor([0.05, 0.1, 0.15, -0.15, 0.4, -0.4], requires_grad=True)
+    new = torch.tensor([0.05, 0.1, 0.15, -0.15, 0.4, -0.4])
     advantages = torch.tensor([1.0, 1.0, 1.0, -1.0, 1.0, -1.0])
-    low, high, _ = ratio_range(LossConfig(m2_threshold=0.02), new.detach(), old, advantages)
-    tokens = clipped_surrogate(new, old, advantages, low, high)
+    tokens, _, _ = run(LossConfig(m2_threshold=0.02), new, torch.zeros(6), advantages)
     assert tokens.clipped.tolist() == [False, False, False, False, True, True]
+
+
+def squared(inputs: LossInputs, config: LossConfig) -> TokenLoss:
+    """A loss of the user's own."""
+    ratio = (inputs.logprobs - inputs.old).exp()
+    return TokenLoss((ratio - 1 - inputs.advantages).square(), ratio.detach(), ratio.detach() > 1 + config.clip_high)
+
+
+def short(inputs: LossInputs, config: LossConfig) -> TokenLoss:
+    tokens = squared(inputs, config)
+    return TokenLoss(tokens.loss.sum(), tokens.ratio, tokens.clipped)
+
+
+def test_a_loss_of_the_users_own_is_found_by_its_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+    import types
+
+    module = types.ModuleType("my_losses")
+    module.squared, module.short, module.number = squared, short, 3  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "my_losses", module)
+    new, old, advantages = arrays(1, 0.1)
+    tokens, _, bounds = run(LossConfig(name="my_losses:squared"), new, old, advantages)
+    torch.testing.assert_close(tokens.loss, ((new - old).exp() - 1 - advantages).square())
+    assert bounds.second_moment > 0
+    with pytest.raises(ValueError, match=r"my_losses:short gave arrays of"):
+        run(LossConfig(name="my_losses:short"), new, old, advantages)
+    for path, reason in [("my_losses:nothing", "cannot be imported"), ("my_losses:number", "is no function"),
+                         ("no_such_module:f", "cannot be imported"), ("pppo", "is none of m2po, ppo")]:  # fmt: skip
+        with pytest.raises(ValueError, match=reason):
+            load_loss(LossConfig(name=path))

@@ -12,8 +12,8 @@ def example(tokens: list[int], trained: list[int] | None = None, group: str = "g
     positions = np.array(trained if trained is not None else [len(tokens) - 1])
     size = positions.size
     return Example(
-        np.array(tokens), positions, np.zeros(size, np.float32), np.zeros(size, np.int32), temperature, 1.0, 1.0, 1.0,
-        group,
+        np.array(tokens), positions, np.zeros(size, np.float32), np.zeros(size, np.int32), temperature, 1.0, 0.5, 0.5,
+        8, 1.0, group,
     )  # fmt: skip
 
 

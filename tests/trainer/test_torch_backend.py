@@ -15,7 +15,15 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from astraflow.dataflow import Array, TrainBatch, TrainSample
-from astraflow.trainer import BadBatch, LossConfig, LossName, PolicySpec, TrainerConfig
+from astraflow.trainer import (
+    LOSS_NAMES,
+    AdvantageConfig,
+    BadBatch,
+    CriticConfig,
+    LossConfig,
+    PolicySpec,
+    TrainerConfig,
+)
 from astraflow.trainer.torch_backend import TorchBackend
 
 FP32 = TrainerConfig(dtype="float32", lr=1e-3)
@@ -73,7 +81,8 @@ def test_mismatch_of_old_versions_is_not_taken_for_the_engines(
 
 def test_required_metrics_are_there(spec: PolicySpec, make_batch: Callable[..., TrainBatch]) -> None:
     metrics = TorchBackend(spec, FP32).step(make_batch()).metrics
-    wanted = """loss grad_norm ratio_mean ratio_max clip_share m2 kl entropy mismatch_mean mismatch_max advantage_mean
+    wanted = """loss grad_norm ratio_mean ratio_min ratio_max ratio_std clip_share m2 effective_samples mfu
+    peak_memory kl entropy mismatch_mean mismatch_max mismatch_share advantage_mean
     reward_mean tokens tokens_per_s skipped staleness sharing seconds"""
     assert not set(wanted.split()) - metrics.keys()
     assert all(math.isfinite(value) for value in metrics.values())
@@ -90,10 +99,10 @@ def test_a_non_finite_gradient_changes_nothing_and_is_counted(
     weights = copies(backend)
 
     def poisoned(*arguments: Any) -> Tensor:
-        return torch.as_tensor(arguments[0] * math.nan)
+        return torch.as_tensor(arguments[1] * math.nan)
 
     with monkeypatch.context() as patch:
-        patch.setattr("astraflow.trainer.torch_backend.kl_k3", poisoned)
+        patch.setattr("astraflow.trainer.torch_backend.kl_estimate", poisoned)
         metrics = backend.step(make_batch(1)).metrics
     assert metrics["skipped"] == 4
     assert "grad_norm" not in metrics
@@ -218,7 +227,7 @@ def test_clipping_bounds_the_update_of_plain_adam(spec: PolicySpec, make_batch: 
 
     batch = make_batch()
     metrics = ours.step(batch).metrics
-    plain.gradients(examples(batch, "p", 61, config.advantage))
+    plain.gradients(examples(batch, "p", 61))
     parameters = [torch.nn.Parameter(tensor.clone()) for tensor in plain.weights().values()]
     for parameter, name in zip(parameters, plain.weights(), strict=True):
         parameter.grad = plain.optimizer.gradients()[name].clone()
@@ -288,14 +297,17 @@ def sample_group(
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("loss", ["m2po", "ppo", "grpo"])
+@pytest.mark.parametrize("loss", LOSS_NAMES)
 def test_learns_a_toy_preference(
     spec: PolicySpec,
     make_sample: Callable[..., TrainSample],
-    loss: LossName,
+    loss: str,
     dtype: Literal["bfloat16", "float32"],
 ) -> None:
-    config = TrainerConfig(loss=LossConfig(name=loss), dtype=dtype, minibatches=2, lr=3e-3)
+    clip = {"gspo": (0.1, 0.1)}.get(loss, (0.2, 0.28))
+    config = TrainerConfig(
+        loss=LossConfig(name=loss, clip_low=clip[0], clip_high=clip[1]), dtype=dtype, minibatches=2, lr=3e-3
+    )
     backend = TorchBackend(spec, config)
     generator = torch.Generator().manual_seed(0)
     rewards = []
@@ -311,3 +323,60 @@ def test_state_file_of_another_model_is_refused(spec: PolicySpec, tmp_path: Path
     save_file({"step": torch.zeros(())}, tmp_path / "training.safetensors")
     with pytest.raises(KeyError, match=r"master\."):
         TorchBackend(spec, FP32).load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"loss": LossConfig(name="ppo", proximal=True, correction="truncate")},
+        {"loss": LossConfig(name="ppo", proximal=True, correction="mask", reject_high=3.0, kl_in_reward=True, kl=0.01)},
+        {"loss": LossConfig(name="ppo", entropy=0.001), "advantage": AdvantageConfig(estimator="leave_one_out")},
+        {"loss": LossConfig(aggregate="constant", aggregate_tokens=1), "advantage": AdvantageConfig(std=False)},
+        {"advantage": AdvantageConfig(estimator="gae"), "critic": CriticConfig(enabled=True, lr=3e-3, clip=0.0)},
+    ],
+    ids=["tis", "icepop", "rloo", "dr-grpo", "gae"],
+)
+def test_every_kind_of_advantage_and_correction_learns_too(
+    spec: PolicySpec, make_sample: Callable[..., TrainSample], change: dict[str, Any]
+) -> None:
+    config = msgspec.structs.replace(TrainerConfig(dtype="float32", minibatches=2, lr=3e-3), **change)
+    backend = TorchBackend(spec, config)
+    generator = torch.Generator().manual_seed(0)
+    rewards, metrics = [], {}
+    for version in range(14):
+        batch, reward = sample_group(backend, make_sample, version, generator)
+        metrics = backend.step(batch).metrics
+        assert all(math.isfinite(value) for value in metrics.values())
+        rewards.append(reward)
+    assert np.mean(rewards[-5:]) > 0.9
+    if "critic" in change:
+        assert metrics["value_mean"] > 0.5  # what it learned to expect
+    if config.loss.proximal:
+        assert metrics["correction_mean"] == pytest.approx(1.0, abs=1e-3)  # the engine was exact
+
+
+def test_a_critic_is_saved_and_resumed(spec: PolicySpec, make_batch: Callable[..., TrainBatch], tmp_path: Path) -> None:
+    config = msgspec.structs.replace(
+        FP32, advantage=AdvantageConfig(estimator="gae"), critic=CriticConfig(enabled=True, lr=1e-3)
+    )
+    through = TorchBackend(spec, config)
+    through.step(make_batch())
+    through.save(tmp_path)
+    again = TorchBackend(spec, config)
+    again.load(tmp_path)
+    left, right = through.step(make_batch(1)).metrics, again.step(make_batch(1)).metrics
+    assert left["value_loss"] == right["value_loss"]
+    assert left["value_mean"] == right["value_mean"] != 0
+    assert_equal(copies(through), copies(again))
+
+
+def test_the_proximal_policy_is_the_one_before_the_batch(
+    spec: PolicySpec, make_batch: Callable[..., TrainBatch]
+) -> None:
+    """With one mini-batch the ratio to it is exactly 1, however old the samples are."""
+    config = msgspec.structs.replace(FP32, minibatches=1, loss=LossConfig(name="ppo", proximal=True, kl=0.0))
+    metrics = TorchBackend(spec, config).step(make_batch()).metrics
+    assert metrics["ratio_min"] == pytest.approx(1.0, abs=1e-5)
+    assert metrics["ratio_max"] == pytest.approx(1.0, abs=1e-5)
+    assert metrics["correction_mean"] != pytest.approx(1.0, abs=0.1)
+    assert metrics["mismatch_mean"] > 0.1

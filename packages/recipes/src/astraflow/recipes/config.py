@@ -18,6 +18,7 @@ import tomli_w
 
 from astraflow.raas import CachePolicy
 from astraflow.trainer import TrainerConfig
+from astraflow.trainer import check as check_trainer
 from astraflow.weightsync import TransferMode
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -159,6 +160,10 @@ def check(config: RunConfig) -> None:
             )
         if policy.max_new_tokens >= config.rollout.max_context:
             raise ConfigError(f"--{prefix}max-new-tokens leaves no room for a prompt in --rollout.max-context")
+    try:
+        check_trainer(config.trainer)
+    except ValueError as error:
+        raise ConfigError(f"--trainer: {error}") from error
     registered("astraflow.engines", config.rollout.engine, "rollout.engine")
     registered("astraflow.trainers", config.trainer.backend, "trainer.backend")
     if config.debug and config.split:

@@ -4,27 +4,19 @@ The torch backend is reached by name (`load_backend`), so importing this package
 """
 
 from .checkpoint import Checkpoint, CheckpointMeta, latest_checkpoint, save_checkpoint
-from .interface import (
-    AdvantageConfig,
-    BadBatch,
-    LossConfig,
-    LossName,
-    OptimConfig,
-    PolicySpec,
-    StepResult,
-    TrainerBackend,
-    TrainerConfig,
-)
+from .config import LOSS_NAMES, AdvantageConfig, CriticConfig, LossConfig, OptimConfig, TrainerConfig, check
+from .interface import BadBatch, PolicySpec, StepResult, TrainerBackend
 from .loop import TrainSummary, train
 from .registry import UnknownBackend, load_backend
 
 __all__ = [
+    "LOSS_NAMES",
     "AdvantageConfig",
     "BadBatch",
     "Checkpoint",
     "CheckpointMeta",
+    "CriticConfig",
     "LossConfig",
-    "LossName",
     "OptimConfig",
     "PolicySpec",
     "StepResult",
@@ -32,6 +24,7 @@ __all__ = [
     "TrainerBackend",
     "TrainerConfig",
     "UnknownBackend",
+    "check",
     "latest_checkpoint",
     "load_backend",
     "save_checkpoint",

@@ -13,28 +13,30 @@ from numpy.typing import NDArray
 
 from astraflow.dataflow import TrainBatch, TrainSample
 
-from .advantages import advantages
-from .interface import AdvantageConfig, BadBatch
+from .interface import BadBatch
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
     """One rewarded sequence. `trained` int64 [K] are ascending positions >= 1 into `tokens` int64 [L]; `logprobs`
-    float32 [K] and `versions` int32 [K] are the behaviour policy's, of those tokens."""
+    float32 [K] and `versions` int32 [K] are the behaviour policy's, of those tokens; `group_*` are its group's reward
+    statistics, `weight` multiplies its loss."""
 
     tokens: NDArray[np.int64]
     trained: NDArray[np.int64]
     logprobs: NDArray[np.float32]
     versions: NDArray[np.int32]
     temperature: float
-    advantage: float
     reward: float
+    group_mean: float
+    group_std: float
+    group_size: int
     weight: float
     group_id: str
 
 
-def examples(batch: TrainBatch, model_id: str, vocab_size: int, config: AdvantageConfig) -> list[Example]:
-    """The batch's samples that have a reward, in order, with their advantages.
+def examples(batch: TrainBatch, model_id: str, vocab_size: int) -> list[Example]:
+    """The batch's samples that have a reward, in order.
 
     Raises:
         BadBatch: the batch is for another model, malformed, or nothing in it can be trained.
@@ -47,15 +49,7 @@ def examples(batch: TrainBatch, model_id: str, vocab_size: int, config: Advantag
     kept = [sample for sample in kept if sample.sequence.loss_mask.numpy().any()]
     if not kept:
         raise BadBatch(f"batch {batch.batch_id}: none of {len(batch.samples)} samples has a reward and a trained token")
-    values = advantages(
-        config,
-        np.array([sample.sequence.reward for sample in kept], np.float64),
-        np.array([sample.group_mean for sample in kept], np.float64),
-        np.array([sample.group_std for sample in kept], np.float64),
-        np.array([sample.group_size for sample in kept], np.int64),
-        np.array([sample.sequence.loss_mask.numpy().sum() for sample in kept], np.int64),
-    )
-    return [_example(sample, float(value)) for sample, value in zip(kept, values, strict=True)]
+    return [_example(sample) for sample in kept]
 
 
 def _check(batch_id: str, sample: TrainSample, vocab_size: int) -> None:
@@ -73,7 +67,7 @@ def _check(batch_id: str, sample: TrainSample, vocab_size: int) -> None:
         raise BadBatch(f"{where}: group statistics or weight are not finite")
 
 
-def _example(sample: TrainSample, advantage: float) -> Example:
+def _example(sample: TrainSample) -> Example:
     sequence = sample.sequence
     trained = np.flatnonzero(sequence.loss_mask.numpy())
     assert sequence.reward is not None
@@ -83,8 +77,10 @@ def _example(sample: TrainSample, advantage: float) -> Example:
         logprobs=sequence.logprobs.numpy()[trained],
         versions=sequence.versions.numpy()[trained],
         temperature=sequence.temperature,
-        advantage=advantage,
         reward=sequence.reward,
+        group_mean=sample.group_mean,
+        group_std=sample.group_std,
+        group_size=sample.group_size,
         weight=sample.weight,
         group_id=sample.group_id,
     )

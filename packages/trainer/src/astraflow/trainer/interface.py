@@ -1,4 +1,4 @@
-"""The trainer's contract: what a backend is, so that another can take its place, and how training is configured.
+"""The trainer's contract: what a backend is, so that another can take its place (its configuration: `config`).
 
 The loop (`train`) owns the order of things: attach, get batch, step, publish, report, checkpoint, commit. A backend
 owns the model, the optimiser and the arithmetic. Invariants a backend keeps:
@@ -12,77 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import msgspec
 
 from astraflow.dataflow import TrainBatch
 
-LossName = Literal["m2po", "ppo", "grpo"]
-
-
-class LossConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The policy loss."""
-
-    name: LossName = "m2po"
-    """Surrogate: m2po, ppo or grpo."""
-    m2_threshold: float = 0.01
-    """M2PO's tau: bound on the mean squared log-ratio of tokens that move with their advantage."""
-    clip_low: float = 0.2
-    """PPO's range of the probability ratio begins at 1 - this."""
-    clip_high: float = 0.28
-    """PPO's range of the probability ratio ends at 1 + this."""
-    dual_clip: float = 0.0
-    """Bounds the loss of negative advantages at this many times the advantage (0: off)."""
-    kl: float = 0.001
-    """Weight of the divergence from the reference policy (k3 estimate; 0: no reference is loaded)."""
-
-
-class AdvantageConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """How rewards become advantages."""
-
-    group: bool = True
-    """(reward - mean) / (std + 1e-5) within the group."""
-    batch: bool = True
-    """Then normalised over the batch's trained tokens."""
-
-
-class OptimConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """AdamW on fp32 master weights, linear warm-up, then constant."""
-
-    lr: float = 1e-5
-    """Learning rate."""
-    beta1: float = 0.9
-    """Decay of the gradients' mean."""
-    beta2: float = 0.999
-    """Decay of the gradients' square."""
-    weight_decay: float = 0.01
-    """Decoupled weight decay."""
-    clip_norm: float = 1.0
-    """Gradients are scaled down to this global norm."""
-    warmup_steps: int = 0
-    """Optimiser steps over which the learning rate rises from 0."""
-
-
-class TrainerConfig(OptimConfig, frozen=True, kw_only=True):
-    """How one policy is trained."""
-
-    backend: str = "torch"
-    """Name of the trainer (entry-point group astraflow.trainers)."""
-    loss: LossConfig = LossConfig()
-    advantage: AdvantageConfig = AdvantageConfig()
-    minibatches: int = 4
-    """Optimiser steps per batch."""
-    micro_tokens: int = 2048
-    """Tokens of one forward pass, packed without padding."""
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Type of the arithmetic and of the published weights; master weights are fp32."""
-    checkpoint_every: int = 10
-    """Versions between checkpoints (0: only at the end)."""
-    keep_checkpoints: int = 2
-    """Checkpoints kept."""
-    anchor_every: int = 10
-    """Versions between full publications; the others are deltas."""
+from .config import TrainerConfig
 
 
 class PolicySpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -30,24 +30,28 @@ class _TokenLogprobs(torch.autograd.Function):
             logprobs[pairs] = logits[within, targets[pairs]] - normalizer[rows][within]
             logits -= normalizer[rows, None]
             entropy[rows] = -torch.linalg.vecdot(logits.exp(), logits)
-        ctx.save_for_backward(hidden, weight, temperatures, heads, targets, normalizer)
+        ctx.save_for_backward(hidden, weight, temperatures, heads, targets, normalizer, entropy)
         ctx.chunk = chunk
-        ctx.mark_non_differentiable(entropy)
+        ctx.set_materialize_grads(False)
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
-        # d logprob / d logits = (onehot(target) - softmax) / temperature
-        hidden, weight, temperatures, heads, targets, normalizer = ctx.saved_tensors
-        grad = grads[0]
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, Tensor, None, None, None, None]:
+        # d logprob / d logits = (onehot(target) - p) / temperature; d entropy / d logits = -p (log p + entropy) / ...
+        hidden, weight, temperatures, heads, targets, normalizer, entropy = ctx.saved_tensors
+        grad = torch.zeros(len(targets), device=hidden.device) if grads[0] is None else grads[0]
+        entropy_grad = grads[1]
         chunks = _chunks(heads, len(hidden), ctx.chunk)
         grad_hidden = torch.empty_like(hidden)
         grad_weight = None if len(chunks) == 1 else torch.zeros_like(weight, dtype=torch.float32)
         for rows, pairs in chunks:
             within = heads[pairs] - rows.start
             sums = torch.zeros(rows.stop - rows.start, device=hidden.device).index_add_(0, within, grad[pairs])
-            delta = _logits(hidden[rows], weight, temperatures[rows]).sub_(normalizer[rows, None]).exp_()
-            delta *= -sums[:, None]
+            table = _logits(hidden[rows], weight, temperatures[rows]).sub_(normalizer[rows, None])
+            slopes = -sums[:, None]
+            if entropy_grad is not None:
+                slopes = slopes - entropy_grad[rows, None] * (table + entropy[rows, None])
+            delta = table.exp_().mul_(slopes)
             delta.index_put_((within, targets[pairs]), grad[pairs], accumulate=True)
             delta /= temperatures[rows, None]
             delta = delta.to(weight.dtype)
@@ -70,7 +74,7 @@ def token_logprobs(
 
     Returns:
         log-probabilities float32 [M], differentiable in `hidden` and `weight`; entropy of every state's distribution,
-        float32 [U], in nats, not differentiable.
+        float32 [U], in nats, differentiable too.
     """
     logprobs, entropy = cast(
         "tuple[Tensor, Tensor]", _TokenLogprobs.apply(hidden, weight, temperatures, heads, targets, chunk)

@@ -31,7 +31,8 @@ from astraflow.dataflow import (
 from astraflow.weightsync import Publisher, Store
 
 from .checkpoint import CheckpointMeta, latest_checkpoint, save_checkpoint, write_directory
-from .interface import BadBatch, PolicySpec, TrainerBackend, TrainerConfig
+from .config import TrainerConfig
+from .interface import BadBatch, PolicySpec, TrainerBackend
 from .registry import load_backend
 
 CALL_S = 60.0

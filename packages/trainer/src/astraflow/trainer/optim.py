@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from .interface import OptimConfig
+from .config import OptimConfig
 
 EPS = 1e-8
 

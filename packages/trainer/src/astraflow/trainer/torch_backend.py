@@ -1,9 +1,9 @@
 """The default backend: one policy on one device, any Hugging Face causal language model, plain torch.
 
 A batch is cut into mini-batches, each of which is one optimiser step: its rows are packed as prefix trees, forwarded in
-micro-batches, and the clipped surrogate of `losses` is summed with weights fixed by the mini-batch. Behaviour
-log-probabilities come with the samples; nothing is sampled here and dropout is off, so the backend draws no random
-numbers and its state is masters, moments and step count.
+micro-batches, and the loss is summed with weights fixed by the mini-batch. Behaviour log-probabilities come with the
+samples; nothing is sampled here and dropout is off, so the backend draws no random numbers and its state is masters,
+moments and step count.
 """
 
 from __future__ import annotations
@@ -19,8 +19,12 @@ from torch import Tensor, nn
 from astraflow.dataflow import TrainBatch
 
 from .batch import Example, examples
-from .interface import PolicySpec, StepResult, TrainerConfig
-from .losses import clipped_surrogate, kl_k3, ratio_range, second_moments, token_weights
+from .columns import Columns, columns
+from .config import TrainerConfig, check
+from .critic import Critic
+from .hardware import model_flops
+from .interface import PolicySpec, StepResult
+from .losses import LossInputs, RatioRange, kl_estimate, load_loss, mean_moment, token_weights
 from .metrics import MinibatchRecord, StepRecord
 from .model import Inputs, head_weight, load_model, micro_logprobs
 from .optim import MasterAdamW
@@ -35,13 +39,18 @@ class TorchBackend:
     """`TrainerBackend` on torch; see the interface for the contract of each method."""
 
     def __init__(self, spec: PolicySpec, config: TrainerConfig, /) -> None:
+        check(config)
         self.spec, self._config = spec, config
+        self._loss = load_loss(config.loss)
         self._device, self._dtype = torch.device(spec.device), getattr(torch, config.dtype)
         self._model = load_model(spec.model, dtype=self._dtype, device=spec.device)
         self._reference: nn.Module | None = None
         if config.loss.kl:
             reference = load_model(spec.reference or spec.model, dtype=self._dtype, device=spec.device)
             self._reference = reference.requires_grad_(False)
+        self._critic: Critic | None = None
+        if config.critic.enabled:
+            self._critic = Critic(spec.model, config.critic, dtype=self._dtype, device=spec.device)
         parameters = dict(self._model.named_parameters())
         self._optimizer = MasterAdamW(parameters, config)
         # Input and output embedding get leaves of their own: the sums of a (tied) embedding's dense gradients are
@@ -55,17 +64,17 @@ class TorchBackend:
 
     def step(self, batch: TrainBatch, /) -> StepResult:
         record = StepRecord(batch.version)
-        samples = examples(batch, self.spec.model_id, self._vocab_size, self._config.advantage)
+        samples = examples(batch, self.spec.model_id, self._vocab_size)
         parts = minibatches(samples, self._config.minibatches)
-        with record.timed("reference"):
-            references = self._reference_logprobs([example for part in parts for example in part])
-        start = 0
+        table = self._columns(samples, record)
+        first = 0
         for part in parts:
-            size = sum(example.trained.size for example in part)
-            reference = None if references is None else references[start : start + size]
-            record.minibatch(self._minibatch(part, reference, record))
-            start += size
-        return StepResult(metrics=record.metrics(samples, len(batch.samples), self._optimizer.lr))
+            record.minibatch(self._minibatch(part, table.cut(first, len(part)), record))
+            first += len(part)
+        forwarded = sum(minibatch.forward_tokens for minibatch in record.records)
+        flops = model_flops(self._model, forwarded)
+        metrics = record.metrics(samples, table, len(batch.samples), self._optimizer.lr)
+        return StepResult(metrics=metrics | record.cost(flops, self._device, self._dtype))
 
     def weights(self) -> Mapping[str, Tensor]:
         unique: dict[int, tuple[str, Tensor]] = {}
@@ -74,10 +83,14 @@ class TorchBackend:
         return dict(unique.values())
 
     def save(self, directory: Path, /) -> None:
-        save_file(self._optimizer.state(), directory / STATE_FILE)
+        critic = self._critic.state() if self._critic else {}
+        save_file(self._optimizer.state() | critic, directory / STATE_FILE)
 
     def load(self, directory: Path, /) -> None:
-        self._optimizer.restore(load_file(directory / STATE_FILE, device="cpu"))
+        state = load_file(directory / STATE_FILE, device="cpu")
+        self._optimizer.restore(state)
+        if self._critic:
+            self._critic.restore(state)
 
     def export(self, directory: Path, /) -> None:
         for path in sorted(Path(self.spec.model).iterdir()):
@@ -93,59 +106,97 @@ class TorchBackend:
     ) -> MinibatchRecord:
         """Sum the gradients of one mini-batch's loss, without a reference, and make no step (tests, benchmarks)."""
         micros = self._pack(samples, budget or self._config.micro_tokens, share)
-        return self._accumulate(samples, micros, None, StepRecord(0))
+        table = columns(samples, self._config.loss, self._config.advantage, device=self._device)
+        return self._accumulate(table, micros, StepRecord(0))
 
     @property
     def optimizer(self) -> MasterAdamW:
         return self._optimizer
 
-    def _minibatch(self, samples: Sequence[Example], reference: Tensor | None, record: StepRecord) -> MinibatchRecord:
-        """One optimiser step on `samples`, whose trained tokens' reference log-probabilities are `reference` [N]."""
+    def _columns(self, samples: Sequence[Example], record: StepRecord) -> Columns:
+        """What the losses of all mini-batches need, from the models as they are before the first step.
+
+        The whole batch is packed at once: the more rows, the more they share.
+        """
+        proximal = values = reference = None
+        if self._reference is not None or self._critic is not None or self._config.loss.proximal:
+            with record.timed("pack"):
+                micros = self._pack(samples, self._config.micro_tokens)
+            if self._reference is not None:
+                with record.timed("reference"):
+                    reference = self._logprobs(self._reference, head_weight(self._reference), micros)
+            if self._config.loss.proximal:
+                with record.timed("proximal"):
+                    proximal = self._logprobs(self._model, self._head, micros)
+            if self._critic is not None:
+                with record.timed("values"):
+                    values = self._critic.values(micros)
+        return columns(
+            samples,
+            self._config.loss,
+            self._config.advantage,
+            device=self._device,
+            reference=reference,
+            proximal=proximal,
+            values=values,
+        )
+
+    def _minibatch(self, samples: Sequence[Example], table: Columns, record: StepRecord) -> MinibatchRecord:
+        """One optimiser step on `samples`, whose columns are `table`."""
         with record.timed("pack"):
             micros = self._pack(samples, self._config.micro_tokens)
-        result = self._accumulate(samples, micros, reference, record)
+        result = self._accumulate(table, micros, record)
         with record.timed("optimizer"):
             result.grad_norm = self._optimizer.step()
+        if self._critic is not None:
+            assert table.values is not None
+            with record.timed("critic"):
+                weights = token_weights(table.lengths, table.samples, self._config.loss).to(self._device)
+                result.value_loss, _ = self._critic.step(micros, table.values, table.returns, weights)
         return result
 
-    def _accumulate(
-        self, samples: Sequence[Example], micros: Sequence[Inputs], reference: Tensor | None, record: StepRecord
-    ) -> MinibatchRecord:
-        config = self._config.loss
-        lengths = torch.tensor([example.trained.size for example in samples])
-        old = torch.cat([torch.from_numpy(example.logprobs) for example in samples]).to(self._device)
-        advantages = torch.tensor([example.advantage for example in samples]).repeat_interleave(lengths).float()
-        advantages, weights = advantages.to(self._device), token_weights(samples, config).to(self._device)
-        result = MinibatchRecord.empty(old, advantages, torch.cat([torch.from_numpy(e.versions) for e in samples]))
+    def _accumulate(self, table: Columns, micros: Sequence[Inputs], record: StepRecord) -> MinibatchRecord:
+        """Sum the gradients of the mini-batch's loss."""
+        weights = token_weights(table.lengths, table.samples, self._config.loss).to(self._device) * table.weights
+        result = MinibatchRecord.empty(table)
         result.forward_tokens = sum(inputs.tokens.numel() for inputs in micros)
-        bounds = None
-        if config.name == "m2po" and len(micros) > 1:
+        bounds: RatioRange | None = None
+        if self._loss.whole_minibatch and len(micros) > 1:
             with record.timed("statistic"):
-                bounds = ratio_range(config, self._logprobs(self._model, self._head, micros), old, advantages)
+                logprobs = self._logprobs(self._model, self._head, micros)
+            bounds = self._loss.range(logprobs, table.old, table.advantages)
+        sequences = table.sequences()
         for inputs in micros:
             index = inputs.index
             with record.timed("forward"):
                 logprobs, entropy = micro_logprobs(self._model, self._head, inputs)
             if bounds is None:  # the whole mini-batch is here, or the range is a constant
-                bounds = ratio_range(config, logprobs.detach(), old[index], advantages[index])
-            tokens = clipped_surrogate(
-                logprobs, old[index], advantages[index], bounds.low, bounds.high, config.dual_clip
-            )
-            terms = tokens.loss
-            if reference is not None:
-                divergence = kl_k3(logprobs, reference[index])
-                terms = terms + config.kl * divergence
-                result.kl[index] = divergence.detach()
+                bounds = self._loss.range(logprobs.detach(), table.old[index], table.advantages[index])
+            ids = torch.unique(sequences[index], return_inverse=True)[1]
+            inputs_of_loss = LossInputs(logprobs, table.old[index], table.advantages[index], ids)
+            terms, ratio, clipped = self._loss.tokens(inputs_of_loss, bounds)
+            terms = terms + self._regularisers(logprobs, entropy, table, index, result)
             loss = (weights[index] * terms).sum()
             with record.timed("backward"):
                 loss.backward()  # type: ignore[no-untyped-call]
-            result.logprobs[index], result.entropy[index] = logprobs.detach(), entropy
-            result.ratio[index], result.clipped[index] = tokens.ratio, tokens.clipped.float()
+            result.logprobs[index], result.entropy[index] = logprobs.detach(), entropy.detach()
+            result.ratio[index], result.clipped[index] = ratio, clipped.float()
             result.loss += float(loss.detach())
         assert bounds is not None
-        moments = second_moments(result.logprobs, old, advantages)
-        result.range = bounds._replace(second_moment=float(moments.mean()) if moments.numel() else 0.0)
+        result.range = bounds._replace(second_moment=mean_moment(result.logprobs, table.old, table.advantages))
         return result
+
+    def _regularisers(
+        self, logprobs: Tensor, entropy: Tensor, table: Columns, index: Tensor, result: MinibatchRecord
+    ) -> Tensor:
+        """The divergence from the reference and the entropy bonus, per token."""
+        config, terms = self._config.loss, torch.zeros_like(logprobs)
+        if table.reference is not None:
+            divergence = kl_estimate(config.kl_estimate, logprobs, table.reference[index])
+            result.kl[index] = divergence.detach()
+            if not config.kl_in_reward:
+                terms = terms + config.kl * divergence
+        return terms - config.entropy * entropy if config.entropy else terms
 
     def _pack(self, samples: Sequence[Example], budget: int, share: bool = True) -> list[Inputs]:
         packed = micro_batches(samples, budget, share=share)
@@ -158,10 +209,3 @@ class TorchBackend:
             for inputs in micros:
                 result[inputs.index] = micro_logprobs(model, head, inputs)[0]
         return result
-
-    def _reference_logprobs(self, samples: Sequence[Example]) -> Tensor | None:
-        """The reference policy's log-probabilities of the whole batch at once: the more rows, the more they share."""
-        if self._reference is None:
-            return None
-        micros = self._pack(samples, self._config.micro_tokens)
-        return self._logprobs(self._reference, head_weight(self._reference), micros)
