@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+import re
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from astraflow.trainer import LossConfig
+from astraflow.trainer import LOSS_NAMES, LossConfig
 from astraflow.trainer.losses import (
     LossInputs,
     RatioRange,
@@ -235,3 +238,15 @@ def test_a_loss_of_the_users_own_is_found_by_its_path(monkeypatch: pytest.Monkey
                          ("no_such_module:f", "cannot be imported"), ("pppo", "is none of m2po, ppo")]:  # fmt: skip
         with pytest.raises(ValueError, match=reason):
             load_loss(LossConfig(name=path))
+
+
+def test_the_page_about_losses_has_a_loss_that_runs() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "losses.md").read_text("utf-8")
+    (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(compile(block, "losses.md", "exec"), names)
+    new, old, advantages = arrays(1, 0.1)
+    tokens = names["loss"](LossInputs(new.requires_grad_(), old, advantages, SEQUENCE), LossConfig())
+    tokens.loss.sum().backward()
+    torch.testing.assert_close(new.grad, -(new - old).exp().detach() * advantages)
+    assert all(f"`{name}`" in page for name in LOSS_NAMES)

@@ -140,7 +140,7 @@ def check(config: TrainerConfig) -> None:
         raise ValueError("loss.kl, loss.entropy and loss.m2_threshold are not negative, SAPO's temperatures above 0")
     if loss.aggregate == "constant" and loss.aggregate_tokens < 1:
         raise ValueError(f"loss.aggregate_tokens {loss.aggregate_tokens} must be above 0")
-    ordered = 0 <= loss.reject_low and (not loss.reject_high or loss.reject_low < loss.reject_high)
+    ordered = loss.reject_low >= 0 and (not loss.reject_high or loss.reject_low < loss.reject_high)
     if not 0 <= loss.correction_low < loss.correction_high or not ordered:
         raise ValueError("loss.correction_low and loss.reject_low must be below loss.correction_high and reject_high")
     rejects = loss.reject_low > 0 or loss.reject_high > 0
