@@ -16,6 +16,17 @@ def write_all(descriptor: int, data: bytes | memoryview, offset: int) -> None:
         view, offset = view[written:], offset + written
 
 
+def read_into(descriptor: int, memory: memoryview, offset: int) -> int:
+    """Fill `memory` from `offset` on; returns how much of it, less where the file ends."""
+    done = 0
+    while done < len(memory):
+        read = os.preadv(descriptor, [memory[done:]], offset + done)
+        if not read:
+            break
+        done += read
+    return done
+
+
 def write_atomically(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
     """Write beside `path`, sync, rename over it, sync the directory."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")

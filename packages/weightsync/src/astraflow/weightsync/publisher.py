@@ -1,81 +1,47 @@
 """The trainer's end: compare with what was published last, write the change, move HEAD.
 
-Order of things, which is what keeps readers safe: payloads and manifest are durable, then HEAD moves by
-compare-and-set, then the snapshot advances, then old versions go. A crash or an error before HEAD moved leaves the
-last version in place and files nobody names, which a later publish removes.
+Invariants: HEAD moves when all of a version is durable, and only then does the snapshot advance. A crash or an error
+before leaves the last version in place. Memory: the snapshot (one copy of the model) and a few frames.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
-from functools import partial
-from typing import NamedTuple
+from itertools import chain
 
 import anyio
+import anyio.from_thread
 import anyio.to_thread
 import blake3
 import structlog
-import xxhash
 
-from .codecs import Encoded, encode
-from .interface import (
-    Bytes,
-    PublishReport,
-    StaleIncarnation,
-    Store,
-    Tensors,
-    TensorSpec,
-    WeightSyncError,
-)
+from .frames import Made, Records, dense_digest, density, make
+from .interface import Bytes, PublishReport, Store, Tensors, WeightSyncError
 from .layout import (
     FRAME_BYTES,
-    ITEMSIZE,
     Frame,
     cut,
     dense_bytes,
     group_frames,
-    layout_digest,
-    root_digest,
     safetensors_header,
 )
 from .manifest import (
-    HEAD,
     AnchorPart,
     DeltaPart,
-    FrameRecord,
-    Head,
-    Manifest,
     VersionRef,
     anchor_name,
-    decode_head,
     delta_name,
-    encode_head,
-    encode_manifest,
-    manifest_key,
     part_key,
 )
-from .plan import retained
-from .tensors import HostTensors
-from .workers import run_all
+from .puller import Puller
+from .snapshot import Snapshot, SnapshotSink
+from .sources import Source, open_source
+from .stream import Stream
+from .workers import in_order
 
 log = structlog.get_logger(__name__)
-
-
-class _Snapshot(NamedTuple):
-    """A host copy of the bytes of the version that HEAD names, to compare with."""
-
-    layout: tuple[TensorSpec, ...]
-    views: list[Bytes]
-
-
-class _Frame(NamedTuple):
-    """One frame of a version being made."""
-
-    dense: bytes
-    anchor: bytes
-    delta: Encoded
-    payload_digest: bytes
 
 
 class Publisher:
@@ -84,196 +50,153 @@ class Publisher:
     An anchor is written at its first version, every `anchor_every` versions, and where the tensors' names, dtypes or
     shapes change. Each of the last `keep` versions stays reachable from an anchor; older ones are removed.
     `incarnation` fences: a later one takes the stream over, also at a lower version; an earlier one is then refused.
+
+    A publisher that starts over a stream that exists reads its newest version back, so that its first version is a
+    delta too, beside the anchor; where that version cannot be read, or has other tensors, it is an anchor alone.
     """
 
     def __init__(self, store: Store, *, stream: str, incarnation: int, anchor_every: int = 10, keep: int = 4) -> None:
-        if min(anchor_every, keep) < 1 or incarnation < 0:
-            raise ValueError("anchor_every and keep are at least 1, incarnation at least 0")
         self._store = store
-        self._stream = stream
-        self._incarnation = incarnation
-        self._anchor_every = anchor_every
-        self._keep = keep
-        self._snapshot: _Snapshot | None = None
-        self._head: Head | None = None
+        self._stream = Stream(store, stream, incarnation, anchor_every, keep)
+        self._snapshot: Snapshot | None = None
         self._busy = anyio.Lock()
 
-    async def publish(self, tensors: Tensors, version: int) -> PublishReport:
+    async def publish(self, tensors: Tensors | str | os.PathLike[str], version: int) -> PublishReport:
         """Write `version`; when this returns it is durable and HEAD names it.
 
-        `tensors` must not change meanwhile. Versions of an incarnation ascend. Raises StaleIncarnation if another
-        publisher took the stream over, ValueError for a version that does not ascend or tensors that cannot be
-        published, CorruptVersion if HEAD is damaged. Cancelling it leaves the last version in place, or this one if
-        HEAD had moved.
+        `tensors`: by name, or the path of a safetensors file or of a Hugging Face directory; they must not change
+        meanwhile. Tensors that share memory are published under each name. Versions of an incarnation ascend. Raises
+        StaleIncarnation if another publisher took the stream over, ValueError for a version that does not ascend or
+        tensors that cannot be published, CorruptVersion if HEAD is damaged. Cancelling it leaves the last version in
+        place, or this one if HEAD had moved.
         """
         async with self._busy:
             started = time.perf_counter()
-            seen = await anyio.to_thread.run_sync(self._take_over, version)
-            new = await anyio.to_thread.run_sync(HostTensors.of, tensors)
-            if not dense_bytes(new.layout):
-                raise ValueError(f"version {version} has no tensors to publish")
-            base = self._snapshot if self._snapshot and self._snapshot.layout == new.layout else None
-            anchor = base is None or self._since_anchor() + 1 >= self._anchor_every
-            frames = cut(new.layout, FRAME_BYTES)
-            groups = group_frames(frames, FRAME_BYTES, whole_tensors=False)
-            job = partial(_encode_group, frames, new, base, anchor)
-            made = [frame for group in await run_all(job, groups) for frame in group]
-            ref = await anyio.to_thread.run_sync(self._write, new, made, version, base is not None, anchor)
-            await anyio.to_thread.run_sync(self._finish, new, frames, made, ref, seen)
-            await anyio.to_thread.run_sync(self._remove_old)
-            return PublishReport(
-                version=version,
-                digest=ref.root,
-                anchor=anchor,
-                dense_bytes=dense_bytes(new.layout),
-                delta_bytes=ref.delta_bytes,
-                anchor_bytes=ref.anchor_bytes,
-                density=_density(new, made) if base else 1.0,
-                seconds=time.perf_counter() - started,
-            )
+            await anyio.to_thread.run_sync(self._stream.take_over, version)
+            source = await anyio.to_thread.run_sync(open_source, tensors)
+            try:
+                if not dense_bytes(source.layout):
+                    raise ValueError(f"version {version} has no tensors to publish")
+                if self._snapshot is None and self._stream.head is not None:
+                    self._snapshot = await self._read_back(source)
+                return await anyio.to_thread.run_sync(self._publish, source, version, started)
+            finally:
+                source.close()
 
-    def _since_anchor(self) -> int:
-        versions = self._head.versions if self._head else ()
-        return next((behind for behind, ref in enumerate(versions) if ref.anchor_bytes), 0)
-
-    def _take_over(self, version: int) -> bytes | None:
-        """HEAD's bytes, to compare with when it moves. Raises if the stream is another's or `version` too low."""
+    async def _read_back(self, source: Source) -> Snapshot | None:
+        sink = SnapshotSink(source.layout)
         try:
-            data = bytes(self._store.read(HEAD))
-        except FileNotFoundError:
-            self._forget()
+            await Puller(self._store, sink).pull()
+        except (WeightSyncError, OSError) as error:
+            log.warning("no delta from the last version", store=self._store.url, error=str(error))
             return None
-        head = decode_head(data)
-        if head.stream != self._stream:
-            raise ValueError(f"{self._store.url} holds the stream {head.stream!r}, not {self._stream!r}")
-        newest = head.newest
-        replaced = newest.incarnation == self._incarnation and self._head is not None and head != self._head
-        if newest.incarnation > self._incarnation or replaced:
-            raise StaleIncarnation(
-                f"{self._store.url}: incarnation {newest.incarnation} published version {newest.version}; "
-                f"this publisher is incarnation {self._incarnation} and has been replaced"
-            )
-        if newest.incarnation == self._incarnation and version <= newest.version:
-            raise ValueError(f"version {version} does not ascend: incarnation {self._incarnation} has {newest.version}")
-        if head != self._head:
-            self._forget()
-        return data
+        return sink.snapshot
 
-    def _forget(self) -> None:
-        """Start over with an anchor."""
-        self._head = self._snapshot = None
-
-    def _write(self, new: HostTensors, made: list[_Frame], version: int, has_base: bool, anchor: bool) -> VersionRef:
-        """Make payloads and manifest durable."""
-        where = (self._incarnation, version)
-        base = self._head.newest if has_base and self._head else None
-        delta = sum(len(frame.delta.payload) for frame in made)
-        header = safetensors_header(new.layout)
-        if base:
-            self._store.put(part_key(*where, delta_name()), [frame.delta.payload for frame in made])
-        if anchor:
-            self._store.put(part_key(*where, anchor_name()), [header, *(view.data for view in new.views)])
-        manifest = Manifest(
-            stream=self._stream,
-            incarnation=self._incarnation,
+    def _publish(self, source: Source, version: int, started: float) -> PublishReport:
+        held = self._snapshot
+        has_base = held is not None and held.layout == source.layout and held.root == self._stream.newest_root
+        if held is None or not has_base:
+            self._snapshot = None  # before there is another
+            held = Snapshot(source.layout)
+        work = _Version(source, held, has_base=has_base)
+        anchor = not has_base or self._stream.wants_anchor()
+        ref = self._write(work, version, anchor)
+        anyio.from_thread.check_cancelled()
+        self._stream.move(ref)
+        self._snapshot = None  # until it has all of the new bytes
+        work.advance(ref.root)
+        self._snapshot = held
+        self._stream.remove_old()
+        return PublishReport(
             version=version,
-            parent=base.manifest if base else "",
-            base_root=base.root if base else "",
-            root=root_digest(layout_digest(new.layout, FRAME_BYTES), (frame.dense for frame in made)),
-            layout=new.layout,
-            frame_bytes=FRAME_BYTES,
-            frames=tuple(_records(made)),
-            deltas=(DeltaPart(delta_name(), delta),) if base else (),
-            anchors=(AnchorPart(anchor_name(), len(header), tuple(range(len(new.layout)))),) if anchor else (),
+            digest=ref.root,
+            anchor=anchor,
+            dense_bytes=dense_bytes(source.layout),
+            delta_bytes=ref.delta_bytes,
+            anchor_bytes=ref.anchor_bytes,
+            density=density(source.layout, work.records.frames) if has_base else 1.0,
+            seconds=time.perf_counter() - started,
         )
-        data, digest = encode_manifest(manifest)
-        self._store.put(manifest_key(*where), [data])
-        anchor_size = len(header) + dense_bytes(new.layout) if anchor else 0
-        return VersionRef(*where, digest, manifest.root, manifest.base_root, delta, anchor_size)
 
-    def _finish(
-        self, new: HostTensors, frames: list[Frame], made: list[_Frame], ref: VersionRef, seen: bytes | None
-    ) -> None:
-        """Move HEAD, then the snapshot; in one thread, so that a cancellation cannot come between."""
-        earlier = self._head.versions if self._head else ()
-        head = Head(stream=self._stream, versions=retained((ref, *earlier), self._keep))
-        if not self._store.swap(HEAD, seen, encode_head(head)):
-            raise StaleIncarnation(
-                f"{self._store.url}: another publisher moved HEAD while version {ref.version} was made"
-            )
-        self._head = head
-        before, self._snapshot = self._snapshot, None
-        self._snapshot = _advance(before, new, frames, made)
-
-    def _remove_old(self) -> None:
-        """Remove what HEAD no longer names: old versions, and whatever earlier incarnations left.
-
-        Files of a higher incarnation are never touched.
-        """
-        named = {ref.version for ref in self._head.versions} if self._head else set()
-        try:
-            for key in self._store.list(""):
-                owner, _, rest = key.partition("/v/")
-                version = rest.partition("/")[0]
-                if not owner.isdecimal() or not version.isdecimal() or int(owner) > self._incarnation:
-                    continue
-                if int(owner) < self._incarnation or int(version) not in named:
-                    self._store.delete(key)
-        except OSError as error:  # the version is published: that space is not freed must not undo it
-            log.warning("old versions not removed", store=self._store.url, stream=self._stream, error=str(error))
+    def _write(self, work: _Version, version: int, anchor: bool) -> VersionRef:
+        """Make payloads and manifest durable."""
+        layout, incarnation = work.layout, self._stream.incarnation
+        deltas, anchors = [], []
+        if work.has_base:
+            self._store.put(part_key(incarnation, version, delta_name()), work.payloads())
+            deltas.append(DeltaPart(delta_name(), work.records.size))
+        if anchor:
+            header = safetensors_header(layout)
+            self._store.put(part_key(incarnation, version, anchor_name()), chain([header], work.dense()))
+            anchors.append(AnchorPart(anchor_name(), len(header), tuple(range(len(layout)))))
+        return self._stream.describe(version, layout, FRAME_BYTES, work.records.frames, deltas, anchors)
 
 
-def _encode_group(
-    frames: list[Frame], new: HostTensors, base: _Snapshot | None, anchor: bool, group: range
-) -> list[_Frame]:
-    return [_encode_frame(frames[position], new, base, anchor) for position in group]
+class _Version:
+    """One version being made from a source, frame by frame; `snapshot` has the base's bytes, or none yet."""
 
+    def __init__(self, source: Source, snapshot: Snapshot, *, has_base: bool) -> None:
+        self.layout = source.layout
+        self.has_base = has_base
+        self.records = Records()
+        self._source = source
+        self._snapshot = snapshot
+        self._frames = cut(source.layout, FRAME_BYTES)
+        self._groups = group_frames(self._frames, FRAME_BYTES, whole_tensors=False)
 
-def _encode_frame(frame: Frame, new: HostTensors, base: _Snapshot | None, anchor: bool) -> _Frame:
-    where = slice(frame.offset, frame.offset + frame.length)
-    dense = new.views[frame.tensor][where]
-    delta = Encoded(0, 0, b"")
-    if base:
-        delta = encode(base.views[frame.tensor][where], dense, new.layout[frame.tensor].dtype)
-    return _Frame(
-        xxhash.xxh3_128_digest(dense.data),
-        blake3.blake3(dense.data).digest() if anchor else b"",
-        delta,
-        blake3.blake3(delta.payload).digest() if delta.payload else b"",
-    )
+    def payloads(self) -> Iterator[bytes | memoryview]:
+        """The delta, and on the way the frames' records."""
+        for group in in_order(self._encode, self._groups):
+            anyio.from_thread.check_cancelled()
+            for made in group:
+                self.records.add(made)
+                yield made.delta.payload
 
+    def dense(self) -> Iterator[memoryview]:
+        """The anchor's dense bytes, and on the way what the frames' records say of it."""
+        digests: list[bytes] = []
+        for group in in_order(self._name, self._groups):
+            anyio.from_thread.check_cancelled()
+            for made, digest, data in group:
+                if not self.has_base:
+                    self.records.add(made)
+                self._check(len(digests), made.dense)
+                digests.append(digest)
+                yield data.data
+        self.records.name_anchor(digests)
 
-def _records(made: list[_Frame]) -> Iterator[FrameRecord]:
-    position = 0
-    for frame in made:
-        size = len(frame.delta.payload)
-        delta = frame.delta
-        yield FrameRecord(
-            frame.dense, delta.changed, delta.codec, 0, position, size, frame.payload_digest, frame.anchor
-        )
-        position += size
+    def advance(self, root: str) -> None:
+        """The snapshot's bytes become those of the version. Raises WeightSyncError if the tensors are no longer those
+        that were published."""
+        self._snapshot.root = ""
+        for _ in in_order(self._copy, self._groups):
+            pass
+        self._snapshot.root = root
 
+    def _encode(self, group: range) -> list[Made]:
+        return [
+            make(self._source.read(*frame), self._snapshot.frame(frame), self.layout[frame.tensor].dtype)
+            for frame in self._of(group)
+        ]
 
-def _advance(before: _Snapshot | None, new: HostTensors, frames: list[Frame], made: list[_Frame]) -> _Snapshot:
-    """The snapshot of the version just published: copies that are ours are kept as they are, else only frames that
-    changed are copied. Raises WeightSyncError if the tensors are no longer those that were published."""
-    same = before is not None and before.layout == new.layout
-    old = before.views if before is not None and same else []
-    views = [
-        view if owned else old[tensor] if same else view.copy()
-        for tensor, (view, owned) in enumerate(zip(new.views, new.owned, strict=True))
-    ]
-    for frame, record in zip(frames, made, strict=True):
-        where = slice(frame.offset, frame.offset + frame.length)
-        copy = views[frame.tensor][where]
-        if same and record.delta.changed and not new.owned[frame.tensor]:
-            copy[:] = new.views[frame.tensor][where]
-        if xxhash.xxh3_128_digest(copy.data) != record.dense:
-            name = new.layout[frame.tensor].name
-            raise WeightSyncError(f"tensor {name!r} changed while it was published; the next version has no delta")
-    return _Snapshot(new.layout, views)
+    def _name(self, group: range) -> list[tuple[Made, bytes, Bytes]]:
+        read = [(frame, self._source.read(*frame)) for frame in self._of(group)]
+        return [
+            (make(data, None, self.layout[frame.tensor].dtype), blake3.blake3(data.data).digest(), data)
+            for frame, data in read
+        ]
 
+    def _copy(self, group: range) -> None:
+        for position, frame in zip(group, self._of(group), strict=True):
+            if self.records.frames[position].changed or not self.has_base:
+                copy = self._snapshot.frame(frame)
+                copy[:] = self._source.read(*frame)
+                self._check(position, dense_digest(copy))
 
-def _density(new: HostTensors, made: list[_Frame]) -> float:
-    count = sum(spec.nbytes // ITEMSIZE[spec.dtype] for spec in new.layout)
-    return sum(frame.delta.changed for frame in made) / count
+    def _of(self, group: range) -> list[Frame]:
+        return self._frames[group.start : group.stop]
+
+    def _check(self, position: int, dense: bytes) -> None:
+        if dense != self.records.frames[position].dense:
+            name = self.layout[self._frames[position].tensor].name
+            raise WeightSyncError(f"tensor {name!r} changed while it was published")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 import anyio
@@ -41,3 +43,20 @@ async def run_all(job: Callable[[Item], Result], items: Sequence[Item]) -> list[
     if failures:
         raise failures[0]
     return [results[position] for position in range(len(items))]
+
+
+def in_order(job: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
+    """`job(item)` for every item on WORKERS threads, in order, at most that many ahead of who asks; for a thread that
+    writes the results one after the other. Items are taken in the caller's thread. No thread outlives the iterator."""
+    waiting: deque[Future[Result]] = deque()
+    with ThreadPoolExecutor(WORKERS) as pool:
+        try:
+            for item in items:
+                waiting.append(pool.submit(job, item))
+                if len(waiting) > WORKERS:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            for future in waiting:
+                future.cancel()
