@@ -77,13 +77,16 @@ class Publisher:
             try:
                 if not dense_bytes(source.layout):
                     raise ValueError(f"version {version} has no tensors to publish")
-                if self._snapshot is None and self._stream.head is not None:
+                if self._snapshot is None or self._snapshot.root != self._stream.newest_root:
+                    self._snapshot = None  # before there is another
                     self._snapshot = await self._read_back(source)
                 return await anyio.to_thread.run_sync(self._publish, source, version, started)
             finally:
                 source.close()
 
     async def _read_back(self, source: Source) -> Snapshot | None:
+        if self._stream.head is None:
+            return None
         sink = SnapshotSink(source.layout)
         try:
             await Puller(self._store, sink).pull()
@@ -96,7 +99,7 @@ class Publisher:
         held = self._snapshot
         has_base = held is not None and held.layout == source.layout and held.root == self._stream.newest_root
         if held is None or not has_base:
-            self._snapshot = None  # before there is another
+            self._snapshot = held = None  # before there is another
             held = Snapshot(source.layout)
         work = _Version(source, held, has_base=has_base)
         anchor = not has_base or self._stream.wants_anchor()
