@@ -22,6 +22,7 @@ from astraflow.dataflow import (
     ListSource,
     Message,
     PolicyFeed,
+    PolicyGroup,
     PolicyVersion,
     Prompt,
     PromptSource,
@@ -33,6 +34,7 @@ from astraflow.dataflow import (
     StepReport,
     SubmitReply,
     SubmitRequest,
+    TrainSample,
     Trajectory,
 )
 from astraflow.dataflow import Sequence as TokenSequence
@@ -93,6 +95,24 @@ class Kit:
             finish_reason="stop",
             reward=reward,
         )
+
+    def samples(self, *rewards: float, version: int = 0, task: str = "t") -> tuple[TrainSample, ...]:
+        """One sample a reward, each of a trajectory of its own; statistics come with `PolicyGroup.keeping`."""
+        return tuple(
+            TrainSample(
+                sequence=self.sequence(reward=reward, version=version),
+                sample_id=f"{task}/{index}.0",
+                group_id=task,
+                group_mean=0.0,
+                group_std=0.0,
+                group_size=0,
+            )
+            for index, reward in enumerate(rewards)
+        )
+
+    def group(self, prompt: Prompt, *rewards: float, version: int = 0, task: str = "t") -> PolicyGroup:
+        """A policy's group of a prompt, with these rewards."""
+        return PolicyGroup(prompt=prompt).keeping(self.samples(*rewards, version=version, task=task))
 
     def trajectory(
         self, rewards: Mapping[str, float | None], versions: Mapping[str, int] | None = None, **fields: Any

@@ -7,14 +7,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from astraflow.dataflow import DataflowConfig, EvalSuite, ListSource, PolicyFeed, Sampling, reasoning_gym_items
+from astraflow.dataflow import DataflowConfig, EvalSuite, ListSource, PolicyFeed, Sampling, gym_dataset
 
 
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
         ({"n_samples": 0}, "n_samples is 0"),
-        ({"n_samples": 1}, "zero_advantage with n_samples 1"),
+        ({"n_samples": 1}, "'zero_advantage': with n_samples 1"),
         ({"policies": []}, "policies is empty"),
         ({"policies": [{"model_id": "a", "batch_size": 1}] * 2}, "names one policy twice"),
         ({"policies": [{"model_id": "b", "batch_size": 1}]}, "sampling has no entry for the policy 'b'"),
@@ -84,9 +84,11 @@ def test_without_epochs_a_source_repeats(kit: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_reasoning_gym_items_repeat_by_seed() -> None:
-    params = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2, "operators": ["+"]}
-    items = reasoning_gym_items("basic_arithmetic", params, size=5, seed=9)
-    assert len(items) == 5
-    assert items == reasoning_gym_items("basic_arithmetic", params, size=5, seed=9)
-    assert {"question", "answer"} <= set(items[0])
+def test_reasoning_gym_data_sets_repeat_by_seed() -> None:
+    params: dict[str, Any] = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2, "operators": ["+"]}
+    one, other = (gym_dataset("basic_arithmetic", size=5, seed=9, **params) for _ in range(2))
+    assert len(one) == 5
+    assert [one[i] for i in range(5)] == [other[i] for i in range(5)]
+    assert {"question", "answer"} <= set(one[0])
+    with pytest.raises(ValueError, match=r"data set 'basic_arithmetic'.*no_such"):
+        gym_dataset("basic_arithmetic", size=5, seed=9, no_such=1)

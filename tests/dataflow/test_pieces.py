@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
 import pytest
 
-from astraflow.dataflow import PolicyFeed, RolloutGroup, RolloutTask, Sampling, TrainSample, Trajectory, pool_target
+from astraflow.dataflow import Context, RolloutGroup, RolloutTask, Sampling, TrainSample, Trajectory, pool_target
 from astraflow.dataflow import wait_fraction as waiting
 from astraflow.dataflow.admission import YieldAverage, has_room
+from astraflow.dataflow.algorithms.catalogue import ORDERS
 from astraflow.dataflow.buffer import PolicyBuffer
 from astraflow.dataflow.evaluation import Tally
-from astraflow.dataflow.filters import zero_advantage
+from astraflow.dataflow.filters import FilterChain
 from astraflow.dataflow.ingest import malformed, policy_group
 from astraflow.dataflow.leases import LeaseBook
 from astraflow.dataflow.policy import histogram
+
+NUMBERS = itertools.count()
 
 
 def a_task(kit: Any, n: int) -> RolloutTask:
@@ -28,12 +32,20 @@ def a_task(kit: Any, n: int) -> RolloutTask:
 def a_sample(kit: Any, version: int, name: str = "") -> TrainSample:
     return TrainSample(
         sequence=kit.sequence(version=version),
-        sample_id=name,
+        sample_id=name or f"s{next(NUMBERS)}",
         group_id="g",
         group_mean=0.0,
         group_std=1.0,
         group_size=2,
     )
+
+
+def a_buffer(order: str = "edf", bound: int = 99) -> PolicyBuffer:
+    return PolicyBuffer(ORDERS.build(order, Context()), "samples", bound)
+
+
+def dynamic_sampling() -> FilterChain:
+    return FilterChain(["zero_advantage"], Context(n_samples=2))
 
 
 def group_of(kit: Any, *trajectories: Trajectory | None) -> RolloutGroup:
@@ -97,13 +109,15 @@ def test_a_group_of_one_has_no_spread(kit: Any) -> None:
 def test_equal_rewards_have_exactly_no_spread(kit: Any) -> None:
     made = policy_group(group_of(kit, *(kit.trajectory({"a": 0.1}) for _ in range(7))), "a")
     assert {s.group_std for s in made.samples} == {0.0}
-    assert zero_advantage(made) == "zero_advantage"
+    left, dropped = dynamic_sampling().apply(made)
+    assert (left.samples, dropped) == ((), {"zero_advantage": 7})
 
 
 def test_the_zero_advantage_filter_is_per_policy(kit: Any) -> None:
     group = group_of(kit, kit.trajectory({"a": 0.0, "b": 1.0}), kit.trajectory({"a": 1.0, "b": 1.0}))
-    assert zero_advantage(policy_group(group, "a")) is None
-    assert zero_advantage(policy_group(group, "b")) == "zero_advantage"
+    chain = dynamic_sampling()
+    assert chain.apply(policy_group(group, "a")) == (policy_group(group, "a"), {})
+    assert chain.apply(policy_group(group, "b"))[1] == {"zero_advantage": 2}
     assert policy_group(group, "c").samples == ()
 
 
@@ -119,7 +133,7 @@ def test_a_reward_that_is_no_number_is_malformed(kit: Any, reward: float) -> Non
 
 @pytest.mark.parametrize(("order", "first"), [("edf", "bd"), ("fifo", "ab"), ("lifo", "ed")])
 def test_order(kit: Any, order: Any, first: str) -> None:
-    buffer = PolicyBuffer(PolicyFeed(model_id="a", batch_size=9, order=order))
+    buffer = a_buffer(order)
     for name, version in zip("abcde", (4, 2, 5, 3, 4), strict=True):
         assert buffer.add(a_sample(kit, version, name), 9) == 0
     assert "".join(entry.sample.sample_id for entry in buffer.take(2)) == first
@@ -127,16 +141,16 @@ def test_order(kit: Any, order: Any, first: str) -> None:
 
 
 def test_staleness_at_its_bound(kit: Any) -> None:
-    buffer = PolicyBuffer(PolicyFeed(model_id="a", batch_size=9, max_staleness=2))
+    buffer = a_buffer()
     for version in (0, 1, 2, 3):
         buffer.add(a_sample(kit, version), 9)
-    assert buffer.drop_stale(2) == 0, "version 0 counts like any other"
-    assert buffer.drop_stale(4) == 2
+    assert buffer.drop_stale(2 - 2) == 0, "version 0 counts like any other"
+    assert buffer.drop_stale(4 - 2) == 2
     assert [entry.oldest for entry in buffer.take(9)] == [2, 3]
 
 
 def test_a_full_buffer_drops_its_oldest(kit: Any) -> None:
-    buffer = PolicyBuffer(PolicyFeed(model_id="a", batch_size=2, max_staleness=1))
+    buffer = a_buffer(bound=6)
     dropped = [buffer.add(a_sample(kit, version, str(version)), 99) for version in range(10)]
     assert sum(dropped) == 4
     assert len(buffer) == 6
@@ -144,12 +158,12 @@ def test_a_full_buffer_drops_its_oldest(kit: Any) -> None:
 
 
 def test_abandoned_versions_count_as_the_point_gone_back_to(kit: Any) -> None:
-    buffer = PolicyBuffer(PolicyFeed(model_id="a", batch_size=9, max_staleness=1))
+    buffer = a_buffer()
     for version in (1, 7, 9):
         buffer.add(a_sample(kit, version), 9)
     buffer.rebase(5)
     buffer.add(a_sample(kit, 8), 5)
-    assert buffer.drop_stale(7) == 4
+    assert buffer.drop_stale(7 - 1) == 4
 
 
 def test_the_published_pool_rule() -> None:

@@ -201,7 +201,7 @@ async def test_groups_without_advantage_are_dropped_and_replaced(kit: Any) -> No
         await kit.submit(dataflow, task, [{"solver": 1.0}] * 4)
     (policy,) = (await dataflow.status(Empty())).policies
     assert (policy.dropped, policy.buffered, policy.produced) == ({"zero_advantage": 12}, 0, 0)
-    keeping = kit.dataflow([feed(max_staleness=0)], zero_advantage=False)
+    keeping = kit.dataflow([feed(max_staleness=0)], filters=())
     await kit.start(keeping)
     (task,) = await kit.lease(keeping)
     await kit.submit(keeping, task, [{"solver": 1.0}] * 4)

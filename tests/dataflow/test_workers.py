@@ -201,7 +201,7 @@ async def test_a_sample_that_does_not_exist_is_rejected(kit: Any) -> None:
 
 async def test_one_sample_tasks_train(kit: Any) -> None:
     feed = PolicyFeed(model_id="solver", batch_size=2, steps=1)
-    dataflow = kit.dataflow([feed], n_samples=1, zero_advantage=False)
+    dataflow = kit.dataflow([feed], n_samples=1, filters=())
     await kit.start(dataflow)
     for task in await kit.lease(dataflow, 2):
         await kit.submit(dataflow, task, [{"solver": 1.0}])

@@ -75,7 +75,7 @@ def make_dataflow(observer: Groups) -> Dataflow:
             n_samples=4,
             sampling=SAMPLING,
             worker_silence_s=5.0,
-            zero_advantage=False,
+            filters=(),
         ),
         ListSource(prompts("sums", 16), seed=0),
         [EvalSuite(name="held", prompts=tuple(prompts("held", 6)), workflow="answer", n_samples=1, sampling=SAMPLING)],

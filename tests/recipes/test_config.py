@@ -50,10 +50,12 @@ def test_a_file_that_is_not_toml_is_refused(tmp_path: Path) -> None:
         (["--policies.solver.temperature", "0"], "greedy samples cannot be trained on"),
         (["--policies.solver.batch-size", "2"], "cannot be cut into"),
         (["--steps", "0"], "must be above 0"),
-        (["--data.n-samples", "1"], "makes every group constant"),
+        (["--data.n-samples", "1"], "every group is constant"),
         (["--policies.verifier.max-new-tokens", "5000"], "leaves no room"),
         (["--trainer.loss.name", "m2p"], "loss.name 'm2p' is none of m2po"),
         (["--trainer.loss.correction", "mask"], "loss.proximal: set that too"),
+        (["--data.selectors", "gresso"], "no Selector 'gresso'; did you mean 'greso'"),
+        (["--data.filters", "overlong_penalty(longest=8)"], "the option 'cushion' is missing"),
     ],
 )
 def test_what_cannot_work_together_is_refused_with_the_reason(args: list[str], reason: str) -> None:

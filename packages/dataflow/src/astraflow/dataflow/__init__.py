@@ -1,9 +1,19 @@
 """Tasks, trajectories, buffers, data algorithms and the control plane of reinforcement learning."""
 
+from .algorithms.batching import BatchBy
+from .algorithms.correction import StalenessCorrection
+from .algorithms.entry import Entry
+from .algorithms.filter import Filter
+from .algorithms.order import Order
+from .algorithms.pick import Pick
+from .algorithms.selector import Selector
+from .algorithms.stage import Context, Dice, Stage, read_state
 from .arrays import Array
 from .balance import pool_target, wait_fraction
-from .config import DataflowConfig, Order, PolicyFeed
+from .config import DataflowConfig, PolicyFeed, Replay
 from .figures import LengthCount, MetricSummary, PolicyStatus, WorkerStatus
+from .group import PolicyGroup, advantage_of, reward_of, trajectory_of
+from .gym import gym_dataset
 from .interface import (
     Attachment,
     AttachRequest,
@@ -50,25 +60,30 @@ from .interface import (
     WorkerStats,
 )
 from .service import Dataflow, Observer
-from .sources import EvalSuite, ListSource, PromptSource, reasoning_gym_items
+from .sources import EvalSuite, ListSource, PromptSource
 
 __all__ = [
     "Array",
     "AttachRequest",
     "Attachment",
+    "BatchBy",
     "BatchReply",
     "BatchRequest",
     "CommitRequest",
+    "Context",
     "Control",
     "Dataflow",
     "DataflowConfig",
     "DataflowService",
+    "Dice",
     "Empty",
+    "Entry",
     "EvalSuite",
     "EvaluateRequest",
     "Evaluation",
     "EvaluationQuery",
     "Fenced",
+    "Filter",
     "FinishReason",
     "Heartbeat",
     "HeartbeatReply",
@@ -81,21 +96,27 @@ __all__ = [
     "Observer",
     "Order",
     "Phase",
+    "Pick",
     "Policies",
     "PolicyFeed",
+    "PolicyGroup",
     "PolicyStatus",
     "PolicyVersion",
     "Prompt",
     "PromptSource",
     "Purpose",
     "Registration",
+    "Replay",
     "RolloutGroup",
     "RolloutTask",
     "RunFailed",
     "SampleResult",
     "Sampling",
     "Scalar",
+    "Selector",
     "Sequence",
+    "Stage",
+    "StalenessCorrection",
     "Status",
     "StepReport",
     "SubmitReply",
@@ -109,7 +130,11 @@ __all__ = [
     "WatchRequest",
     "WorkerStats",
     "WorkerStatus",
+    "advantage_of",
+    "gym_dataset",
     "pool_target",
-    "reasoning_gym_items",
+    "read_state",
+    "reward_of",
+    "trajectory_of",
     "wait_fraction",
 ]

@@ -1,79 +1,78 @@
 """What one policy's trainer may still get: sequences waiting to be served.
 
-Invariants: at most `bound` sequences are held, the oldest being dropped for a newer one; none is served whose
-version is more than `max_staleness` behind the version it would be trained at.
+Invariants: at most `bound` units (sequences, or groups if batches are cut by groups) are held, the oldest being
+dropped for a newer one; none is served that is staler than the limit allows at the version it would be trained at.
 """
 
 from __future__ import annotations
 
-import heapq
 from bisect import bisect_left, insort
+from collections import Counter
 
-import msgspec
-
-from .config import PolicyFeed
+from .algorithms.batching import BatchBy, first_units, unit_key
+from .algorithms.entry import Entry
+from .algorithms.order import Order
 from .interface import TrainSample
-
-
-class Entry(msgspec.Struct, frozen=True):
-    """A sequence with the version that counts for its staleness (see `PolicyBuffer.rebase`) and its arrival."""
-
-    oldest: int
-    arrival: int
-    sample: TrainSample
 
 
 def _age(entry: Entry) -> tuple[int, int]:
     return entry.oldest, entry.arrival
 
 
-def _arrival(entry: Entry) -> int:
-    return entry.arrival
-
-
 class PolicyBuffer:
     """The sequences of one policy, kept sorted from the oldest version to the newest."""
 
-    def __init__(self, feed: PolicyFeed) -> None:
-        self._feed = feed
-        # One batch over what admission allows: its estimate of what running groups give may be short.
-        self._bound = feed.horizon + feed.batch_size
+    def __init__(self, order: Order, batch_by: BatchBy, bound: int) -> None:
+        self._order = order
+        self._by = batch_by
+        self._bound = bound
         self._entries: list[Entry] = []
+        self._sizes: Counter[str] = Counter()
         self._arrivals = 0
 
     def __len__(self) -> int:
         return len(self._entries)
 
+    @property
+    def units(self) -> int:
+        """What is held, counted as batches count."""
+        return len(self._sizes)
+
     def add(self, sample: TrainSample, newest_version: int) -> int:
         """Take a sequence, counting tokens of versions above `newest_version` as that one. Returns how many were
         dropped to make room."""
         self._arrivals += 1
-        oldest = min(sample.sequence.oldest_version, newest_version)
-        insort(self._entries, Entry(oldest, self._arrivals, sample), key=_age)
-        excess = max(0, len(self._entries) - self._bound)
-        del self._entries[:excess]
-        return excess
+        entry = Entry(min(sample.sequence.oldest_version, newest_version), self._arrivals, sample)
+        insort(self._entries, entry, key=_age)
+        self._sizes[unit_key(entry, self._by)] += 1
+        dropped = 0
+        while self.units > self._bound:
+            dropped += len(self._remove(first_units(self._entries, 1, self._by)))
+        return dropped
 
     def rebase(self, version: int) -> None:
         """The trainer went back to `version`: what abandoned later versions sampled counts as that one's."""
         rebased = (Entry(min(entry.oldest, version), entry.arrival, entry.sample) for entry in self._entries)
         self._entries = sorted(rebased, key=_age)
 
-    def drop_stale(self, version_now: int) -> int:
-        """Forget what would be too stale at `version_now`; returns how many."""
-        stale = bisect_left(self._entries, version_now - self._feed.max_staleness, key=lambda entry: entry.oldest)
-        del self._entries[:stale]
-        return stale
+    def drop_stale(self, oldest_allowed: int) -> int:
+        """Forget the units with a sequence of a version below `oldest_allowed`; returns how many sequences that
+        was."""
+        stale = bisect_left(self._entries, oldest_allowed, key=lambda entry: entry.oldest)
+        if stale == 0:
+            return 0
+        old = {unit_key(entry, self._by) for entry in self._entries[:stale]}
+        return len(self._remove([entry for entry in self._entries if unit_key(entry, self._by) in old]))
 
     def take(self, count: int) -> list[Entry]:
-        """Remove and return up to `count` sequences in the feed's order."""
-        match self._feed.order:
-            case "edf":
-                taken = self._entries[:count]
-            case "fifo":
-                taken = heapq.nsmallest(count, self._entries, key=_arrival)
-            case "lifo":
-                taken = heapq.nlargest(count, self._entries, key=_arrival)
-        gone = {entry.arrival for entry in taken}
+        """Remove and return the sequences of up to `count` units in the policy's order."""
+        return self._remove(first_units(sorted(self._entries, key=self._order.key), count, self._by))
+
+    def _remove(self, entries: list[Entry]) -> list[Entry]:
+        gone = {entry.arrival for entry in entries}
         self._entries = [entry for entry in self._entries if entry.arrival not in gone]
-        return taken
+        for key in (unit_key(entry, self._by) for entry in entries):
+            self._sizes[key] -= 1
+            if not self._sizes[key]:
+                del self._sizes[key]
+        return entries

@@ -5,43 +5,83 @@ A configuration that exists is a possible one: what cannot work is refused when 
 
 from __future__ import annotations
 
-from typing import Literal
-
 import msgspec
 
+from .algorithms.batching import BatchBy
+from .algorithms.catalogue import CORRECTIONS, FILTERS, ORDERS, PICKS, SELECTORS
+from .algorithms.stage import Context
 from .interface import Sampling
 
 LIMIT_DEADLINES = 30
 """Deadlines a task may take in all where no limit is set: it ends a rollout that would go on for ever."""
 
-Order = Literal["edf", "fifo", "lifo"]
-"""What is served first: the sequence with the oldest version (earliest deadline), the first to arrive, the last."""
+
+def _at_least(least: int, **fields: int) -> None:
+    for name, value in fields.items():
+        if value < least:
+            raise ValueError(f"{name} is {value}: it must be at least {least}")
+
+
+class Replay(msgspec.Struct, frozen=True, kw_only=True):
+    """Consumed samples trained again, as far as there are so many; none that is too stale for the policy either."""
+
+    ratio: float = 0.0
+    """Share of a batch of N that is replayed: int(N * ratio) of it (0: no replay)."""
+    capacity: int = 10_000
+    """Consumed sequences kept, the newest."""
+    pick: str = "random"
+    """Which of them are trained again: latest, random, prioritised (by |advantage|), or your own."""
+    max_uses: int = 0
+    """Batches a sample may be in, the first included (0: no cap)."""
+    max_staleness: int = 8
+    """Versions a replayed token may be older than the weights it trains."""
+
+    def __post_init__(self) -> None:
+        _at_least(1, capacity=self.capacity)
+        _at_least(0, max_uses=self.max_uses, max_staleness=self.max_staleness)
+        if not 0 <= self.ratio < 1:
+            raise ValueError(f"ratio is {self.ratio}: it must be at least 0 and below 1")
+        PICKS.build(self.pick, Context())
 
 
 class PolicyFeed(msgspec.Struct, frozen=True, kw_only=True):
     """One trained policy.
 
-    `batch_size` counts sequences. `max_staleness` is in versions: a sequence is dropped at serving when the version it
-    would be trained at minus the oldest version of its trained tokens exceeds it. `steps` is the number of versions to
-    make.
+    `batch_size` counts sequences, or groups with `batch_by` "groups". `max_staleness` is in versions: what exceeds it
+    at serving, the version it would be trained at minus the oldest version of its trained tokens, is treated as the
+    line `staleness` says (drop, keep). `order` is the line for what is served first (edf, fifo, lifo), `replay` what is
+    served again. `filters` are run on this policy's groups instead of the run's own. `steps` is the number of versions
+    to make.
     """
 
     model_id: str
     batch_size: int
     max_staleness: int = 8
     steps: int = 100
-    order: Order = "edf"
+    order: str = "edf"
+    batch_by: BatchBy = "samples"
+    staleness: str = "drop"
+    replay: Replay = Replay()
+    filters: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         _at_least(1, batch_size=self.batch_size, steps=self.steps)
         _at_least(0, max_staleness=self.max_staleness)
         if not self.model_id:
             raise ValueError("model_id is empty: every policy needs a name")
+        ORDERS.build(self.order, Context())
+        CORRECTIONS.build(self.staleness, Context())
+
+    @property
+    def replayed(self) -> int:
+        """Most units of a batch that are replayed: int(N * ratio)."""
+        return int(self.batch_size * self.replay.ratio)
 
     @property
     def horizon(self) -> int:
-        """Sequences that can be trained before the newest of them is too stale: (max_staleness + 1) batches."""
-        return (self.max_staleness + 1) * self.batch_size
+        """Units that can be trained before the newest of them is too stale: the fresh part of (max_staleness + 1)
+        batches."""
+        return (self.max_staleness + 1) * (self.batch_size - self.replayed)
 
 
 class DataflowConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,10 +91,10 @@ class DataflowConfig(msgspec.Struct, frozen=True, kw_only=True):
     task of which no new token was heard for `task_deadline_s` seconds is leased again, at most `max_attempts` times
     in all; as long as tokens come it may be as long as it is, up to `task_limit_s` (None: `LIMIT_DEADLINES`
     deadlines). A worker not heard of for `worker_silence_s` seconds loses its leases; when no worker at all was
-    heard of for `worker_grace_s` seconds, waiting trainers fail. `zero_advantage` drops groups whose rewards are
-    all equal (dynamic sampling); after `max_dropped_batches` batches' worth of consecutive groups that gave a
-    policy nothing, its trainer fails. `synchronous`: generate, train and sync in turn. Rates and means are taken
-    over the last `window_s` seconds.
+    heard of for `worker_grace_s` seconds, waiting trainers fail. `selectors` and `filters` are the data
+    algorithms before and after rollout, in the order in which they run (docs/data_algorithms.md); after
+    `max_dropped_batches` batches' worth of consecutive groups that gave a policy nothing, its trainer fails.
+    `synchronous`: generate, train and sync in turn. Rates and means are taken over the last `window_s` seconds.
     """
 
     policies: tuple[PolicyFeed, ...]
@@ -67,7 +107,8 @@ class DataflowConfig(msgspec.Struct, frozen=True, kw_only=True):
     worker_silence_s: float = 15.0
     worker_grace_s: float = 300.0
     max_attempts: int = 3
-    zero_advantage: bool = True
+    selectors: tuple[str, ...] = ()
+    filters: tuple[str, ...] = ("zero_advantage",)
     max_dropped_batches: int = 20
     synchronous: bool = False
     window_s: float = 120.0
@@ -95,16 +136,18 @@ class DataflowConfig(msgspec.Struct, frozen=True, kw_only=True):
                 raise ValueError(f"sampling has no entry for the policy {name!r}; it has {sorted(self.sampling)}")
             if self.sampling[name].temperature <= 0:
                 raise ValueError(f"sampling of {name!r}: temperature 0 is greedy: for evaluation only")
-        if self.zero_advantage and self.n_samples < 2:
-            raise ValueError("zero_advantage with n_samples 1 would drop everything: every group of one is constant")
+        for feed in self.policies:
+            context = Context(model_id=feed.model_id, n_samples=self.n_samples)
+            for line in self.selectors:
+                SELECTORS.build(line, context)
+            for line in self.filters_of(feed):
+                FILTERS.build(line, context)
 
     @property
     def limit_s(self) -> float:
         """How long a task may take in all, in seconds from its lease."""
         return self.task_limit_s if self.task_limit_s is not None else LIMIT_DEADLINES * self.task_deadline_s
 
-
-def _at_least(least: int, **fields: int) -> None:
-    for name, value in fields.items():
-        if value < least:
-            raise ValueError(f"{name} is {value}: it must be at least {least}")
+    def filters_of(self, feed: PolicyFeed) -> tuple[str, ...]:
+        """The filters that a policy's groups go through."""
+        return self.filters if feed.filters is None else feed.filters

@@ -13,7 +13,7 @@ from hashlib import blake2b
 import msgspec
 
 from .config import DataflowConfig
-from .interface import LeaseRequest, RolloutTask
+from .interface import LeaseRequest, Prompt, RolloutTask
 from .leases import LeaseBook
 from .sources import PromptSource
 from .tasks import OpenTask, TaskBoard
@@ -45,9 +45,10 @@ class Dispatch:
         versions: dict[str, int],
         training: Callable[[], bool],
         room: Callable[[int], bool],
+        admits: Callable[[Prompt], bool],
     ) -> tuple[RolloutTask, ...]:
         """What a worker asks for, leased at `versions`. `training`: may training tasks be leased; `room(running)`: may
-        a new one start."""
+        a new one start; `admits(prompt)`: is this prompt worth one."""
         name, served = worker.registration.worker_id, worker.serves
         granted: list[RolloutTask] = []
         samples = 0
@@ -59,7 +60,7 @@ class Dispatch:
                 name, served, left, training=generating, others=lambda: self.workers.served_by_others(name, now)
             )
             if task is None and generating and self._config.sampling.keys() <= served:
-                task = self._draw() if self._config.n_samples <= left and room(self.tasks.training) else None
+                task = self._draw(admits, now) if self._config.n_samples <= left and room(self.tasks.training) else None
             if task is None:
                 break
             granted.append(self._lease(task, name, now, versions))
@@ -110,11 +111,15 @@ class Dispatch:
         self.sweep_by(now + min(task.task.deadline_s, self._config.worker_silence_s))
         return task.task
 
-    def _draw(self) -> OpenTask | None:
-        """Open a task for the source's next prompt, if it has one."""
+    def _draw(self, admits: Callable[[Prompt], bool], now: float) -> OpenTask | None:
+        """Open a task for the source's next prompt that is worth it, if it has one."""
         prompt = None if self.exhausted else self._source.next()
+        while prompt is not None and not admits(prompt):
+            prompt = self._source.next()
         if prompt is None:
-            self.exhausted = True
+            self.exhausted = self._source.ended
+            if not self.exhausted:
+                self.sweep_by(now + SWEEP_S)  # the source waits for more itself: look again soon
             return None
         task_id = f"{prompt.source}/{self._drawn}"
         self._drawn += 1

@@ -26,8 +26,10 @@ class LengthCount(msgspec.Struct, frozen=True, kw_only=True):
 
 class PolicyStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One policy now. Rewards are means over groups ingested in the window; staleness is of the last batch, in
-    versions; `wait_fraction` is waiting over step time in the window; `dropped` counts by reason
-    (zero_advantage, stale, overflow, failed, masked, finished). `reward_nonzero` is the share of trajectories with a
+    versions, by each sequence's oldest trained token (`staleness_min`: the newest trained token of all; `version_span`:
+    the most versions that one sequence spans); `wait_fraction` is waiting over step time in the window; `dropped`
+    counts by reason (a filter's name, or stale, overflow, failed, masked, finished); `data` are the figures of this
+    policy's data algorithms by stage. `reward_nonzero` is the share of trajectories with a
     reward other than 0. `target_workers` is the balance report's wish. `finished`: every version was made, or the data
     ended before."""
 
@@ -42,11 +44,14 @@ class PolicyStatus(msgspec.Struct, frozen=True, kw_only=True):
     wait_fraction: float = 0.0
     staleness_mean: float = 0.0
     staleness_max: int = 0
+    staleness_min: int = 0
+    version_span: int = 0
     produced: int = 0
     consumed: int = 0
     dropped: dict[str, int] = {}
     target_workers: int = 1
     metrics: dict[str, float] = {}
+    data: dict[str, dict[str, float]] = {}
     finished: bool = False
 
 

@@ -1,17 +1,47 @@
-"""What is not worth training, decided per (task, policy) group after its rollout.
+"""A policy's chain of filters: what of a group is trained, and why the rest is not.
 
-A filter looks at a group and says why to drop it, or None to keep it; the reason is counted in the policy's `dropped`.
+Invariant: every sequence that goes in comes out or is counted once, under the name of the filter that took it out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Sequence
 
-from .ingest import PolicyGroup
+from .algorithms.catalogue import FILTERS
+from .algorithms.filter import Filter
+from .algorithms.spec import labels
+from .algorithms.stage import Context
+from .group import PolicyGroup
 
-Filter = Callable[[PolicyGroup], str | None]
 
+class FilterChain:
+    """The filters that the `lines` of a configuration name, for the policy that `context` names."""
 
-def zero_advantage(group: PolicyGroup) -> str | None:
-    """Dynamic sampling (DAPO, arXiv:2503.14476): equal rewards give no gradient."""
-    return "zero_advantage" if group.constant else None
+    def __init__(self, lines: Sequence[str], context: Context) -> None:
+        self.stages: dict[str, Filter] = {
+            name: FILTERS.build(line, context.within("filter", name))
+            for name, line in zip(labels(lines), lines, strict=True)
+        }
+        self._seen: Counter[str] = Counter()
+        self._dropped: Counter[str] = Counter()
+
+    def apply(self, group: PolicyGroup) -> tuple[PolicyGroup, Counter[str]]:
+        """What is left of the group, and how many sequences were dropped by which filter."""
+        dropped: Counter[str] = Counter()
+        for name, stage in self.stages.items():
+            before = len(group.samples)
+            if not before:
+                break
+            self._seen[name] += before
+            group = stage.apply(group)
+            dropped[name] = before - len(group.samples)
+        self._dropped.update(dropped)
+        return group, +dropped
+
+    def stats(self) -> dict[str, dict[str, float]]:
+        """By filter: sequences seen and dropped, and its own figures."""
+        return {
+            name: {"seen": float(self._seen[name]), "dropped": float(self._dropped[name]), **stage.stats()}
+            for name, stage in self.stages.items()
+        }

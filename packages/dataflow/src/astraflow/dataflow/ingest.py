@@ -1,30 +1,14 @@
-"""From what workers submit to what trainers can use: validation, and statistics of a (task, policy) group.
+"""From what workers submit to what trainers can use: validation, and a policy's part of a group.
 
-Invariants: nothing malformed gets past here; a sample without a usable reward is masked, never scored 0; a
-trajectory counts once in its group's statistics, however many sequences it was split into.
+Invariants: nothing malformed gets past here; a sample without a usable reward is masked, never scored 0.
 """
 
 from __future__ import annotations
 
 import math
-import statistics
 
-import msgspec
-
+from .group import PolicyGroup
 from .interface import RolloutGroup, SampleResult, Sequence, TrainSample, Trajectory
-
-
-class PolicyGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """One policy's part of a rollout group. `rewards` has one entry per scored trajectory; `masked` counts sequences
-    that cannot be trained (no reward, or no sampled token). `constant`: the rewards are all equal."""
-
-    samples: tuple[TrainSample, ...]
-    rewards: tuple[float, ...]
-    masked: int
-
-    @property
-    def constant(self) -> bool:
-        return not self.rewards or min(self.rewards) == max(self.rewards)
 
 
 def malformed(result: SampleResult) -> str | None:
@@ -42,12 +26,7 @@ def malformed(result: SampleResult) -> str | None:
 
 
 def policy_group(group: RolloutGroup, model_id: str) -> PolicyGroup:
-    """One policy's sequences of a group with its reward statistics over trajectories.
-
-    A trajectory's reward is the mean of its sequences' rewards; mean and unbiased standard deviation are taken over
-    the trajectories that have one, the deviation being 0 for a group of one.
-    """
-    rewards: list[float] = []
+    """One policy's sequences of a group with their reward statistics (see `PolicyGroup.keeping`)."""
     usable: list[tuple[str, Sequence]] = []
     masked = 0
     for index, trajectory in enumerate(group.trajectories):
@@ -55,23 +34,18 @@ def policy_group(group: RolloutGroup, model_id: str) -> PolicyGroup:
             continue
         scored = [part for part in _parts(trajectory, model_id) if part[1].reward is not None]
         masked += sum(sequence.model_id == model_id for sequence in trajectory.sequences) - len(scored)
-        if scored:
-            rewards.append(statistics.fmean(part[1].reward or 0.0 for part in scored))
         usable.extend((f"{group.task.task_id}/{index}.{position}", sequence) for position, sequence in scored)
-    mean = statistics.fmean(rewards) if rewards else 0.0
-    spread = statistics.stdev(rewards) if len(rewards) > 1 and min(rewards) != max(rewards) else 0.0
-    samples = tuple(
+    return PolicyGroup(prompt=group.task.prompt, masked=masked).keeping(
         TrainSample(
             sequence=sequence,
             sample_id=sample_id,
             group_id=group.task.task_id,
-            group_mean=mean,
-            group_std=spread,
-            group_size=len(rewards),
+            group_mean=0.0,
+            group_std=0.0,
+            group_size=0,
         )
         for sample_id, sequence in usable
     )
-    return PolicyGroup(samples=samples, rewards=tuple(rewards), masked=masked)
 
 
 def _parts(trajectory: Trajectory, model_id: str) -> list[tuple[int, Sequence]]:

@@ -135,8 +135,13 @@ class Sequence(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def oldest_version(self) -> int:
         """The smallest version over the trained tokens; -1 if none is trained."""
+        return self.version_range[0]
+
+    @property
+    def version_range(self) -> tuple[int, int]:
+        """The smallest and the largest version over the trained tokens; -1, -1 if none is trained."""
         versions = self.versions.numpy()[self.loss_mask.numpy()]
-        return int(versions.min()) if versions.size else -1
+        return (int(versions.min()), int(versions.max())) if versions.size else (-1, -1)
 
 
 class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
@@ -172,7 +177,8 @@ class RolloutGroup(msgspec.Struct, frozen=True, kw_only=True):
 class TrainSample(msgspec.Struct, frozen=True, kw_only=True):
     """A sequence with the statistics of its (task, model_id) group, taken over trajectories.
 
-    `group_std` is unbiased, 0 for a group of one. `weight` multiplies its loss (importance correction).
+    `group_std` is unbiased, 0 for a group of one. `weight` multiplies its loss (importance correction); `ratio_range`
+    [low, high], if there is one, bounds its tokens' importance ratio beside the loss's own range.
     """
 
     sequence: Sequence
@@ -182,6 +188,7 @@ class TrainSample(msgspec.Struct, frozen=True, kw_only=True):
     group_std: float
     group_size: int
     weight: float = 1.0
+    ratio_range: tuple[float, float] | None = None
     replayed: bool = False
 
 
@@ -409,7 +416,8 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
     """Everything a person wants to see at one glance. `metrics` are means of the trajectories' own metrics over
-    the window; `example` is the newest trajectory; `lengths` counts training samples by sampled tokens."""
+    the window; `data` are the figures of the prompt source and of the selection before rollout; `example` is the
+    newest trajectory; `lengths` counts training samples by sampled tokens."""
 
     phase: Phase
     policies: tuple[PolicyStatus, ...]
@@ -417,6 +425,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     leased: int = 0
     pending_eval: int = 0
     metrics: dict[str, float] = {}
+    data: dict[str, dict[str, float]] = {}
     example: Trajectory | None = None
     lengths: tuple[LengthCount, ...] = ()
     error: str = ""

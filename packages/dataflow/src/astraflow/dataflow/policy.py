@@ -13,13 +13,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from .admission import YieldAverage, has_room
+from .algorithms.stage import Context, Stage
 from .balance import wait_fraction
-from .buffer import PolicyBuffer
 from .config import PolicyFeed
 from .figures import PolicyStatus
-from .filters import Filter
-from .ingest import PolicyGroup
+from .filters import FilterChain
+from .group import PolicyGroup
 from .interface import Fenced, PolicyVersion, StepReport, TrainBatch
+from .serving import Serving
 from .signals import Signal
 from .window import Window, mean
 
@@ -35,9 +36,9 @@ class PolicyStream:
     def __init__(
         self,
         feed: PolicyFeed,
-        filters: Sequence[Filter],
+        filters: Sequence[str],
+        context: Context,
         *,
-        n_samples: int,
         window_s: float,
         max_dropped_batches: int,
         synchronous: bool,
@@ -49,12 +50,14 @@ class PolicyStream:
         self.incarnation = 0
         self.asked: int | None = None
         self.ended = False
-        self._filters = tuple(filters)
-        self._n_samples = n_samples
-        self._horizon = feed.batch_size if synchronous else feed.horizon
-        self._patience = max_dropped_batches * feed.batch_size
-        self._buffer = PolicyBuffer(feed)
-        self._yields = YieldAverage(n_samples)
+        self._filters = FilterChain(filters, context)
+        self._serving = Serving(feed, context)
+        self._n_samples = context.n_samples
+        self._synchronous = synchronous
+        # How many sequences, at first, make one of the units that batches count.
+        unit = 1 if feed.batch_by == "samples" else self._n_samples
+        self._patience = max_dropped_batches * feed.batch_size * unit
+        self._yields = YieldAverage(self._n_samples // unit)
         self._cut: dict[int, TrainBatch] = {}
         self._dropped: Counter[str] = Counter()
         self._drought = Drought()
@@ -62,7 +65,6 @@ class PolicyStream:
         self._failure = ""
         self._produced = 0
         self._consumed = 0
-        self._staleness: tuple[int, ...] = ()
         self._groups: Window[tuple[float, float]] = Window(window_s)
         self._kept: Window[int] = Window(window_s)
         self._used: Window[int] = Window(window_s)
@@ -82,7 +84,7 @@ class PolicyStream:
         self._failure = ""
         self._drought = Drought()
         self._stale_in_a_row = 0
-        self._buffer.rebase(version)
+        self._serving.rebase(version)
         self.changed.notify()
         return self.incarnation
 
@@ -157,7 +159,7 @@ class PolicyStream:
     def ready(self, version: int, tail: bool) -> bool:
         """Is there a batch to cut for `version`? Drops what is too stale for it. `tail`: no more data will come, so
         that a last, smaller batch is one."""
-        stale = self._buffer.drop_stale(version)
+        stale = self._serving.drop_stale(version)
         self._dropped["stale"] += stale
         self._stale_in_a_row += stale
         if self._stale_in_a_row >= self._patience:
@@ -165,24 +167,23 @@ class PolicyStream:
                 f"policy {self.feed.model_id!r}: {self._stale_in_a_row} sequences in a row were older than "
                 f"max_staleness {self.feed.max_staleness} at version {version}; do the workers get new weights?"
             )
-        return len(self._buffer) >= (1 if tail else self.feed.batch_size)
+        return self._serving.units >= (1 if tail else self._serving.fresh_needed(version))
 
     def cut(self, version: int, now: float) -> TrainBatch:
-        """Take the batch for `version` out of the buffer, which must be `ready`."""
-        entries = self._buffer.take(self.feed.batch_size)
+        """Take the batch for `version`, which must be `ready`."""
+        content = self._serving.cut(version)
         batch = TrainBatch(
             batch_id=f"{self.feed.model_id}/{self.incarnation}/{version}",
             model_id=self.feed.model_id,
             version=version,
-            samples=tuple(entry.sample for entry in entries),
+            samples=content.samples,
         )
         self._cut[version] = batch
         while len(self._cut) > MAX_UNCOMMITTED:
             del self._cut[min(self._cut.keys() - {version})]
         self._stale_in_a_row = 0
-        self._staleness = tuple(version - entry.oldest for entry in entries)
-        self._consumed += len(entries)
-        self._used.add(now, len(entries))
+        self._consumed += content.fresh
+        self._used.add(now, content.fresh)
         return batch
 
     # --- data --------------------------------------------------------------------------------------------------
@@ -192,18 +193,24 @@ class PolicyStream:
         if self.done or self._failure:
             return False
         # Batches behind a gap (one was forgotten) do not count: the trainer cannot reach them without new data.
-        untrained = sum(len(self._cut[version].samples) for version in range(self.version, self._next))
+        untrained = sum(self._fresh_units(self._cut[version]) for version in range(self.version, self._next))
+        # Early on there is nothing to replay yet, so that the next batch may need more than its share of the horizon.
+        fresh = self._serving.fresh_needed(self._next)
         return has_room(
             running=running,
             average=self._yields.value,
-            buffered=len(self._buffer),
+            buffered=self._serving.units,
             cut=untrained,
-            horizon=self._horizon,
+            horizon=fresh if self._synchronous else max(self.feed.horizon, fresh),
         )
+
+    def _fresh_units(self, batch: TrainBatch) -> int:
+        fresh = [sample for sample in batch.samples if not sample.replayed]
+        return len(fresh) if self.feed.batch_by == "samples" else len({sample.group_id for sample in fresh})
 
     def too_old(self, version: int) -> bool:
         """Would what was begun at this version be dropped by every batch to come?"""
-        return self.done or self._next - version > self.feed.max_staleness
+        return self.done or self._next - version > self._serving.limit
 
     def take(self, group: PolicyGroup, missing: Counter[str], error: str, newest_version: int, now: float) -> None:
         """A group is complete. `missing` counts the samples that are not in it, by reason (`error`: why one of them
@@ -211,17 +218,15 @@ class PolicyStream:
         if self.done:
             self._dropped["finished"] += missing.total() + group.masked + len(group.samples)
             return
-        reason = next((reason for accepts in self._filters if (reason := accepts(group))), None)
-        kept = () if reason else group.samples
-        reasons = missing + Counter({"masked": group.masked})
-        if reason:
-            reasons[reason] += len(group.samples)
+        left, reasons = self._filters.apply(group)
+        kept = left.samples
+        reasons += missing + Counter({"masked": group.masked})
         self._dropped.update(reasons)
         for sample in kept:
-            self._dropped["overflow"] += self._buffer.add(sample, newest_version)
+            self._dropped["overflow"] += self._serving.add(sample, newest_version)
         self._produced += len(kept)
         self._kept.add(now, len(kept))
-        self._yields.add(len(kept))
+        self._yields.add(len(kept) if self.feed.batch_by == "samples" else min(1, len(kept)))
         if group.rewards:
             self._groups.add(now, (mean(group.rewards), mean(float(reward != 0) for reward in group.rewards)))
         if kept:
@@ -242,25 +247,40 @@ class PolicyStream:
         """What the balance rule looks at: wait fraction, sequences produced and consumed in the window."""
         return wait_fraction(self._steps.values(now)), sum(self._kept.values(now)), sum(self._used.values(now))
 
-    def status(self, now: float, running: int, target: int) -> PolicyStatus:
+    @property
+    def stages(self) -> dict[str, Stage]:
+        """This policy's data algorithms after rollout, by name."""
+        filters = {f"filter/{name}": stage for name, stage in self._filters.stages.items()}
+        return {**filters, **self._serving.stages}
+
+    def data(self) -> dict[str, dict[str, float]]:
+        """The figures of these stages and of the last batch."""
+        serving = {name: stage.stats() for name, stage in self._serving.stages.items()}
+        return {**self._filters.stats(), **serving, "batch": self._serving.last.stats()}
+
+    def status(self, now: float, running: int, target: int, selectors: dict[str, dict[str, float]]) -> PolicyStatus:
         groups = self._groups.values(now)
+        last = self._serving.last
         return PolicyStatus(
             model_id=self.feed.model_id,
             version=self.version,
             steps=self.feed.steps,
             incarnation=self.incarnation,
-            buffered=len(self._buffer),
+            buffered=len(self._serving),
             running=running,
             reward_mean=mean(reward for reward, _ in groups),
             reward_nonzero=mean(share for _, share in groups),
             wait_fraction=wait_fraction(self._steps.values(now)),
-            staleness_mean=mean(self._staleness),
-            staleness_max=max(self._staleness, default=0),
+            staleness_mean=last.staleness_mean,
+            staleness_max=last.staleness_max,
+            staleness_min=last.staleness_min,
+            version_span=last.version_span,
             produced=self._produced,
             consumed=self._consumed,
             dropped={reason: count for reason, count in self._dropped.items() if count},
             target_workers=target,
             metrics=self._metrics,
+            data={name: figures for name, figures in {**selectors, **self.data()}.items() if figures},
             finished=self.ended or self.version >= self.feed.steps,
         )
 

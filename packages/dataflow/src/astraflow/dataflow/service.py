@@ -15,11 +15,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
+import msgspec
+
+from .algorithms.stage import Context, Stage
 from .balance import pool_target
 from .config import DataflowConfig
 from .dispatch import SWEEP_S, Dispatch
 from .evaluation import EvaluationRun
-from .filters import zero_advantage
 from .ingest import malformed, policy_group
 from .interface import (
     Attachment,
@@ -55,6 +57,7 @@ from .interface import (
 from .lengths import Lengths
 from .line import Line
 from .policy import PolicyStream
+from .selection import Selection
 from .signals import Signal
 from .sources import EvalSuite, PromptSource
 from .tasks import OpenTask
@@ -94,12 +97,17 @@ class Dataflow:
         self._observer = observer
         self._clock = clock
         self._phase: Phase = "starting"
-        filters = (zero_advantage,) if config.zero_advantage else ()
+        contexts = {
+            feed.model_id: Context(seed=config.seed, model_id=feed.model_id, n_samples=config.n_samples)
+            for feed in config.policies
+        }
+        self._source = source
+        self._selection = Selection(config.selectors, contexts.values())
         self._policies = {
             feed.model_id: PolicyStream(
                 feed,
-                filters,
-                n_samples=config.n_samples,
+                config.filters_of(feed),
+                contexts[feed.model_id],
                 window_s=config.window_s,
                 max_dropped_batches=config.max_dropped_batches,
                 synchronous=config.synchronous,
@@ -243,7 +251,9 @@ class Dataflow:
             await policy.changed.wait(min(end, self._dispatch.next_sweep, failing_at + SWEEP_S) - now)
 
     async def publish(self, request: PolicyVersion, /) -> Empty:
-        self._policy(request.model_id).publish(request)
+        policy = self._policy(request.model_id)
+        policy.publish(request)
+        self._selection.advance(request.model_id, policy.version, self._source.epoch)
         self._published.notify()
         self._work.notify()
         return Empty()
@@ -252,7 +262,9 @@ class Dataflow:
         policy = self._policy(request.model_id)
         policy.check(request.incarnation)
         if policy.report(request, self._clock()) and self._observer is not None:
-            self._observer.on_step(request)
+            figures = {**self._selection.stats_of(request.model_id), **policy.data()}
+            flat = {f"{stage}/{name}": value for stage, row in figures.items() for name, value in row.items()}
+            self._observer.on_step(msgspec.structs.replace(request, metrics={**request.metrics, **flat}))
         return Empty()
 
     async def commit(self, request: CommitRequest, /) -> Empty:
@@ -310,13 +322,19 @@ class Dataflow:
         return Status(
             phase=self._phase,
             policies=tuple(
-                policy.status(now, self._tasks.training, pool_target(size, *policy.targets(now)))
+                policy.status(
+                    now,
+                    self._tasks.training,
+                    pool_target(size, *policy.targets(now)),
+                    self._selection.stats_of(policy.feed.model_id),
+                )
                 for policy in self._policies.values()
             ),
             workers=self._workers.statuses(now),
             leased=len(self._leases),
             pending_eval=self._tasks.evaluating,
             metrics=means_by_name(self._metrics.values(now)),
+            data={"source": self._source.stats(), "selection": self._selection.stats()},
             example=self._example,
             lengths=self._lengths.report(),
             error=next(filter(None, failures), ""),
@@ -326,6 +344,7 @@ class Dataflow:
 
     def _grant(self, worker: Worker, request: LeaseRequest, now: float) -> tuple[RolloutTask, ...]:
         ended = self._dispatch.exhausted
+        training = [name for name, policy in self._policies.items() if not policy.done]
         tasks = self._dispatch.grant(
             worker,
             request,
@@ -333,6 +352,7 @@ class Dataflow:
             versions={published.model_id: published.version for published in self._versions()},
             training=lambda: self._generating,
             room=self._room,
+            admits=lambda prompt: self._selection.admits(prompt, training),
         )
         if self._dispatch.exhausted and not ended:
             self._wake()
@@ -404,7 +424,9 @@ class Dataflow:
         self._metrics.add(now, means_by_name(trajectory.metrics for trajectory in present))
         for name, policy in self._policies.items():
             newest = task.newest_for(name, policy.version)
-            policy.take(policy_group(group, name), missing, task.error, newest, now)
+            mine = policy_group(group, name)
+            self._selection.outcome(name, mine)
+            policy.take(mine, missing, task.error, newest, now)
             policy.changed.notify()
 
     # --- serving -----------------------------------------------------------------------------------------------
@@ -460,6 +482,18 @@ class Dataflow:
             f"no rollout worker was heard of for {silent_s:.0f} s (worker_grace_s {self._config.worker_grace_s:g}); "
             f"{self._tasks.training} training and {self._tasks.evaluating} evaluation tasks are open"
         )
+
+    # --- what must survive a restart -----------------------------------------------------------------------------
+
+    @property
+    def stages(self) -> dict[str, Stage]:
+        """Everything with a state of its own, by a name that is unique in the run: the prompt source, the selection
+        and its selectors, every policy's filters and serving."""
+        stages: dict[str, Stage] = {"source": self._source, "selection": self._selection}
+        for model_id, chain in self._selection.chains.items():
+            stages.update({f"{model_id}/selector/{name}": stage for name, stage in chain.items()})
+            stages.update({f"{model_id}/{name}": stage for name, stage in self._policies[model_id].stages.items()})
+        return stages
 
     # --- small things ------------------------------------------------------------------------------------------
 

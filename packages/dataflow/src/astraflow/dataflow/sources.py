@@ -7,31 +7,43 @@ after `restore(state())` as if it had never stopped.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
+from .algorithms.stage import Stage, read_state
 from .interface import Prompt, Sampling
 
 
-class PromptSource(Protocol):
-    """A stream of prompts to roll out."""
+@runtime_checkable
+class PromptSource(Stage, Protocol):
+    """A stream of prompts to roll out. Its calls return at once: what takes time is done before, or in a thread."""
 
     def next(self) -> Prompt | None:
-        """The next prompt; None when the source has ended, and then for ever."""
+        """The next prompt; None when the source has ended, and then for ever, or when it waits for more (`ended`
+        tells which)."""
         ...
 
-    def state(self) -> dict[str, Any]:
-        """Where the source stands, as plain values."""
+    @property
+    def ended(self) -> bool:
+        """No prompt will come any more."""
         ...
 
-    def restore(self, state: Mapping[str, Any], /) -> None:
-        """Go on from `state`. Raises ValueError if it is another source's."""
+    @property
+    def epoch(self) -> int:
+        """How often every prompt was given; 0 in the first epoch, and always for a source that has no end."""
         ...
 
 
-class ListSource:
+class ListState(msgspec.Struct, frozen=True, kw_only=True):
+    epoch: int
+    index: int
+    size: int
+    seed: int
+
+
+class ListSource(PromptSource):
     """Prompts in memory, shuffled anew each epoch by `seed`; `epochs` None repeats for ever."""
 
     def __init__(self, prompts: Sequence[Prompt], seed: int, epochs: int | None = None) -> None:
@@ -39,11 +51,7 @@ class ListSource:
         self._prompts = tuple(prompts)
         if not self._prompts:
             raise ValueError("a prompt source needs at least one prompt")
-        seen: set[str] = set()
-        for prompt in self._prompts:
-            if prompt.id in seen:
-                raise ValueError(f"two prompts have the id {prompt.id!r}: ids must be unique within a source")
-            seen.add(prompt.id)
+        refuse_duplicates(self._prompts)
         self._seed = seed
         self._epochs = epochs
         self._epoch = 0
@@ -51,34 +59,53 @@ class ListSource:
         self._order = self._shuffled()
 
     def next(self) -> Prompt | None:
+        if self.ended:
+            return None
         if self._index == len(self._order):
             self._epoch += 1
             self._index = 0
             self._order = self._shuffled()
-        if self._epochs is not None and self._epoch >= self._epochs:
-            self._index = len(self._order)
-            self._epoch = self._epochs - 1
-            return None
         prompt = self._prompts[self._order[self._index]]
         self._index += 1
         return prompt
 
-    def state(self) -> dict[str, Any]:
-        return {"epoch": self._epoch, "index": self._index, "size": len(self._prompts), "seed": self._seed}
+    @property
+    def ended(self) -> bool:
+        return self._epochs is not None and self._epoch >= self._epochs - 1 and self._index == len(self._order)
 
-    def restore(self, state: Mapping[str, Any], /) -> None:
-        here = {"size": len(self._prompts), "seed": self._seed}
-        there = {key: state[key] for key in here}
-        if there != here:
-            raise ValueError(f"the state is of another source: it has {there}, this one {here}")
-        self._epoch = int(state["epoch"])
-        self._index = int(state["index"])
+    @property
+    def epoch(self) -> int:
+        return self._epoch
+
+    def state(self) -> ListState:
+        return ListState(epoch=self._epoch, index=self._index, size=len(self._prompts), seed=self._seed)
+
+    def restore(self, state: Any, /) -> None:
+        there = read_state(state, ListState)
+        if (there.size, there.seed) != (len(self._prompts), self._seed):
+            raise ValueError(
+                f"the state is of another source: it has {there.size} prompts and seed {there.seed}, "
+                f"this one {len(self._prompts)} and {self._seed}"
+            )
+        self._epoch, self._index = there.epoch, there.index
         self._order = self._shuffled()
+
+    def stats(self) -> dict[str, float]:
+        return {"epoch": float(self._epoch), "given": float(self._epoch * len(self._prompts) + self._index)}
 
     def _shuffled(self) -> list[int]:
         order = list(range(len(self._prompts)))
         random.Random(f"{self._seed}/{self._epoch}").shuffle(order)
         return order
+
+
+def refuse_duplicates(prompts: Iterable[Prompt]) -> None:
+    """Raises ValueError if two prompts share an id."""
+    seen: set[str] = set()
+    for prompt in prompts:
+        if prompt.id in seen:
+            raise ValueError(f"two prompts have the id {prompt.id!r}: ids must be unique within a source")
+        seen.add(prompt.id)
 
 
 class EvalSuite(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,14 +123,3 @@ class EvalSuite(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if not self.prompts or self.n_samples < 1:
             raise ValueError(f"suite {self.name!r}: {len(self.prompts)} prompts x {self.n_samples} samples is nothing")
-
-
-def reasoning_gym_items(dataset: str, params: Mapping[str, Any], size: int, seed: int) -> list[dict[str, Any]]:
-    """`size` items of a reasoning-gym data set: question, answer, metadata (needs the extra `[data]`).
-
-    Item i is made from Random(seed + i): space the seeds of disjoint sets by at least `size`.
-    """
-    import reasoning_gym
-
-    made = reasoning_gym.create_dataset(dataset, size=size, seed=seed, **params)
-    return [made[index] for index in range(size)]

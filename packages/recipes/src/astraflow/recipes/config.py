@@ -16,12 +16,17 @@ from typing import Any, Literal, TypeVar
 import msgspec
 import tomli_w
 
+from astraflow.dataflow import BatchBy, DataflowConfig, PolicyFeed, Replay, Sampling
 from astraflow.raas import CachePolicy
 from astraflow.trainer import TrainerConfig
 from astraflow.trainer import check as check_trainer
 from astraflow.weightsync import TransferMode
 
 Device = Literal["auto", "cpu", "cuda"]
+
+
+GRACE_SILENCES = 20
+"""Silence limits without any worker at all after which a run is given up: a supervised one is back long before."""
 
 
 class ConfigError(Exception):
@@ -48,10 +53,17 @@ class DataConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Trajectories of one prompt: a group."""
     max_staleness: int = 8
     """Versions a trained token may be older than the weights it trains."""
-    order: Literal["edf", "fifo", "lifo"] = "edf"
-    """Which buffered sequence is served first (edf: the oldest version)."""
-    dynamic_sampling: bool = True
-    """Drop groups whose rewards are all equal and draw others."""
+    order: str = "edf"
+    """Which buffered sequence is served first: edf (the oldest version), fifo, lifo, or your own."""
+    selectors: tuple[str, ...] = ()
+    """Prompts worth a rollout: greso, filter_solved, curriculum, ... (docs/data_algorithms.md)."""
+    filters: tuple[str, ...] = ("zero_advantage",)
+    """Groups worth training: zero_advantage (dynamic sampling: rewards that differ), ... in the order given."""
+    staleness: str = "drop"
+    """What becomes of samples beyond --data.max-staleness: drop, or keep with a smaller weight."""
+    batch_by: BatchBy = "samples"
+    """What --policies.NAME.batch-size counts."""
+    replay: Replay = Replay()
     max_dropped_batches: int = 20
     """Fail when so many batches' worth of groups in a row were dropped."""
     task_deadline_s: float = 120.0
@@ -170,8 +182,48 @@ def check(config: RunConfig) -> None:
         raise ConfigError("--debug runs everything in one process; it cannot be combined with --split")
     if config.rollout.workers > 1 and not config.split:
         raise ConfigError("--rollout.workers above 1 needs --split: one process holds one worker")
-    if config.data.n_samples < 2 and config.data.dynamic_sampling:
-        raise ConfigError("--data.n-samples 1 makes every group constant; use --data.no-dynamic-sampling")
+    try:
+        dataflow_config(config, "")
+    except ValueError as error:
+        raise ConfigError(f"--data: {error}") from error
+
+
+def dataflow_config(config: RunConfig, workflow: str) -> DataflowConfig:
+    """What the dataflow is told of a run whose tasks run `workflow`.
+
+    Raises:
+        ValueError: something cannot work together; the message names the field.
+    """
+    data = config.data
+    return DataflowConfig(
+        policies=tuple(
+            PolicyFeed(
+                model_id=name,
+                batch_size=policy.batch_size,
+                max_staleness=data.max_staleness,
+                steps=config.steps,
+                order=data.order,
+                batch_by=data.batch_by,
+                staleness=data.staleness,
+                replay=data.replay,
+            )
+            for name, policy in config.policies.items()
+        ),
+        workflow=workflow,
+        n_samples=data.n_samples,
+        sampling={
+            name: Sampling(max_new_tokens=policy.max_new_tokens, temperature=policy.temperature)
+            for name, policy in config.policies.items()
+        },
+        seed=config.seed,
+        task_deadline_s=data.task_deadline_s,
+        worker_silence_s=data.worker_silence_s,
+        worker_grace_s=GRACE_SILENCES * data.worker_silence_s,
+        selectors=data.selectors,
+        filters=data.filters,
+        max_dropped_batches=data.max_dropped_batches,
+        synchronous=config.synchronous,
+    )
 
 
 def resolve(config: AnyRun) -> AnyRun:

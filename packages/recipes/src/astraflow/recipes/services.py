@@ -8,7 +8,7 @@ from pathlib import Path
 
 import anyio.to_thread
 
-from astraflow.dataflow import Dataflow, DataflowConfig, DataflowService, Observer, PolicyFeed, Sampling
+from astraflow.dataflow import Dataflow, DataflowService, Observer
 from astraflow.raas import (
     ChatTokenizer,
     Engine,
@@ -22,13 +22,10 @@ from astraflow.raas import (
 )
 from astraflow.trainer import PolicySpec
 
-from .config import AnyRun, ConfigError, Device, RunConfig
+from .config import AnyRun, ConfigError, Device, RunConfig, dataflow_config
 from .models import resolve_model
 from .recipe import Recipe
 from .rundir import RunDirectory
-
-GRACE_SILENCES = 20
-"""Silence limits without any worker at all after which a run is given up: a supervised one is back long before."""
 
 
 def resolve_device(device: Device) -> str:
@@ -53,33 +50,8 @@ async def build_dataflow(recipe: Recipe[AnyRun], config: AnyRun, observer: Obser
     """The dataflow with its prompts; making these can take a second, in a thread."""
     source = await anyio.to_thread.run_sync(recipe.parts.source, config)
     suites = await anyio.to_thread.run_sync(recipe.parts.suites, config)
-    data = config.data
     return Dataflow(
-        DataflowConfig(
-            policies=tuple(
-                PolicyFeed(
-                    model_id=name,
-                    batch_size=policy.batch_size,
-                    max_staleness=data.max_staleness,
-                    steps=config.steps,
-                    order=data.order,
-                )
-                for name, policy in config.policies.items()
-            ),
-            workflow=recipe.workflow,
-            n_samples=data.n_samples,
-            sampling={
-                name: Sampling(max_new_tokens=policy.max_new_tokens, temperature=policy.temperature)
-                for name, policy in config.policies.items()
-            },
-            seed=config.seed,
-            task_deadline_s=data.task_deadline_s,
-            worker_silence_s=data.worker_silence_s,
-            worker_grace_s=GRACE_SILENCES * data.worker_silence_s,
-            zero_advantage=data.dynamic_sampling,
-            max_dropped_batches=data.max_dropped_batches,
-            synchronous=config.synchronous,
-        ),
+        dataflow_config(config, recipe.workflow),
         source,
         suites,
         observer=observer,
