@@ -59,7 +59,8 @@ from .interface import (
     WatchRequest,
     WorkerStats,
 )
-from .service import Dataflow, Observer
+from .observer import Observer
+from .service import Dataflow
 from .sources import EvalSuite, ListSource, PromptSource
 
 __all__ = [

@@ -137,7 +137,7 @@ class DataflowConfig(msgspec.Struct, frozen=True, kw_only=True):
             if self.sampling[name].temperature <= 0:
                 raise ValueError(f"sampling of {name!r}: temperature 0 is greedy: for evaluation only")
         for feed in self.policies:
-            context = Context(model_id=feed.model_id, n_samples=self.n_samples)
+            context = self.context(feed.model_id)
             for line in self.selectors:
                 SELECTORS.build(line, context)
             for line in self.filters_of(feed):
@@ -147,6 +147,10 @@ class DataflowConfig(msgspec.Struct, frozen=True, kw_only=True):
     def limit_s(self) -> float:
         """How long a task may take in all, in seconds from its lease."""
         return self.task_limit_s if self.task_limit_s is not None else LIMIT_DEADLINES * self.task_deadline_s
+
+    def context(self, model_id: str) -> Context:
+        """What the data algorithms of a policy are told of their place."""
+        return Context(seed=self.seed, model_id=model_id, n_samples=self.n_samples)
 
     def filters_of(self, feed: PolicyFeed) -> tuple[str, ...]:
         """The filters that a policy's groups go through."""

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from .admission import YieldAverage, has_room
-from .algorithms.stage import Context, Stage
+from .algorithms.stage import Stage
 from .balance import wait_fraction
-from .config import PolicyFeed
+from .config import DataflowConfig, PolicyFeed
 from .figures import PolicyStatus
 from .filters import FilterChain
 from .group import PolicyGroup
@@ -33,16 +33,8 @@ REMEMBERED_REWARDS = 4096
 class PolicyStream:
     """The state of one trained policy."""
 
-    def __init__(
-        self,
-        feed: PolicyFeed,
-        filters: Sequence[str],
-        context: Context,
-        *,
-        window_s: float,
-        max_dropped_batches: int,
-        synchronous: bool,
-    ) -> None:
+    def __init__(self, feed: PolicyFeed, config: DataflowConfig) -> None:
+        context, window_s = config.context(feed.model_id), config.window_s
         self.feed = feed
         self.changed = Signal()
         self.published: PolicyVersion | None = None
@@ -50,13 +42,13 @@ class PolicyStream:
         self.incarnation = 0
         self.asked: int | None = None
         self.ended = False
-        self._filters = FilterChain(filters, context)
+        self._filters = FilterChain(config.filters_of(feed), context)
         self._serving = Serving(feed, context)
-        self._n_samples = context.n_samples
-        self._synchronous = synchronous
+        self._n_samples = config.n_samples
+        self._synchronous = config.synchronous
         # How many sequences, at first, make one of the units that batches count.
         unit = 1 if feed.batch_by == "samples" else self._n_samples
-        self._patience = max_dropped_batches * feed.batch_size * unit
+        self._patience = config.max_dropped_batches * feed.batch_size * unit
         self._yields = YieldAverage(self._n_samples // unit)
         self._cut: dict[int, TrainBatch] = {}
         self._dropped: Counter[str] = Counter()

@@ -7,7 +7,7 @@ with one that goes through anyway, so that selectors can slow a run but never st
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection
 from typing import Any
 
 import msgspec
@@ -15,7 +15,8 @@ import msgspec
 from .algorithms.catalogue import SELECTORS
 from .algorithms.selector import Selector
 from .algorithms.spec import labels
-from .algorithms.stage import Context, Stage, read_state
+from .algorithms.stage import Stage, read_state
+from .config import DataflowConfig
 from .group import PolicyGroup
 from .interface import Prompt
 
@@ -28,16 +29,15 @@ class SelectionState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Selection(Stage):
-    """The selectors that the `lines` of a configuration name, once for each policy of `contexts`."""
+    """The selectors that a configuration names, once for each policy."""
 
-    def __init__(self, lines: Sequence[str], contexts: Iterable[Context]) -> None:
-        self.chains: dict[str, dict[str, Selector]] = {
-            context.model_id: {
-                name: SELECTORS.build(line, context.within("selector", name))
-                for name, line in zip(labels(lines), lines, strict=True)
-            }
-            for context in contexts
-        }
+    def __init__(self, config: DataflowConfig) -> None:
+        named = list(zip(labels(config.selectors), config.selectors, strict=True))
+        self.chains: dict[str, dict[str, Selector]] = {}
+        for feed in config.policies:
+            context = config.context(feed.model_id)
+            chain = {name: SELECTORS.build(line, context.within("selector", name)) for name, line in named}
+            self.chains[feed.model_id] = chain
         self._in_a_row = 0
         self._counts: Counter[str] = Counter()
         self._refused: dict[str, Counter[str]] = {model_id: Counter() for model_id in self.chains}

@@ -13,11 +13,10 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol
 
 import msgspec
 
-from .algorithms.stage import Context, Stage
+from .algorithms.stage import Stage
 from .balance import pool_target
 from .config import DataflowConfig
 from .dispatch import SWEEP_S, Dispatch
@@ -56,6 +55,7 @@ from .interface import (
 )
 from .lengths import Lengths
 from .line import Line
+from .observer import Observer
 from .policy import PolicyStream
 from .selection import Selection
 from .signals import Signal
@@ -66,18 +66,6 @@ from .workers import Worker
 
 KEPT_EVALUATIONS = 256
 """Finished evaluations that can still be asked for."""
-
-
-class Observer(Protocol):
-    """Hears what happens, on the event loop: it must only note it down."""
-
-    def on_group(self, group: RolloutGroup, /) -> None:
-        """A task is complete or was given up, for training or evaluation."""
-        ...
-
-    def on_step(self, report: StepReport, /) -> None:
-        """A trainer made a step."""
-        ...
 
 
 class Dataflow:
@@ -97,23 +85,9 @@ class Dataflow:
         self._observer = observer
         self._clock = clock
         self._phase: Phase = "starting"
-        contexts = {
-            feed.model_id: Context(seed=config.seed, model_id=feed.model_id, n_samples=config.n_samples)
-            for feed in config.policies
-        }
         self._source = source
-        self._selection = Selection(config.selectors, contexts.values())
-        self._policies = {
-            feed.model_id: PolicyStream(
-                feed,
-                config.filters_of(feed),
-                contexts[feed.model_id],
-                window_s=config.window_s,
-                max_dropped_batches=config.max_dropped_batches,
-                synchronous=config.synchronous,
-            )
-            for feed in config.policies
-        }
+        self._selection = Selection(config)
+        self._policies = {feed.model_id: PolicyStream(feed, config) for feed in config.policies}
         self._dispatch = Dispatch(config, source, clock())
         self._workers = self._dispatch.workers
         self._leases = self._dispatch.leases
