@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.request import Request, urlopen
 
 import numpy as np
 import pytest
+from moto.server import ThreadedMotoServer
 
-from astraflow.weightsync import DirectoryStore, MemoryStore, Store
+from astraflow.weightsync import DirectoryStore, MemoryStore, ObjectStore, Store
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 
@@ -22,6 +25,34 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
     memory = MemoryStore(request.node.name)
     yield memory
     memory.close()
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[str]:
+    """The address of an S3 server (moto's) on this machine."""
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield f"http://{host}:{port}"
+    server.stop()
+
+
+@pytest.fixture
+def bucket(s3_server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectStore]:
+    """A store in an empty bucket, found again by `open_store`: the environment says how to reach it."""
+    settings = {
+        "AWS_ENDPOINT": s3_server,
+        "AWS_ALLOW_HTTP": "true",
+        "AWS_ACCESS_KEY_ID": "key",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_REGION": "us-east-1",
+    }
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    urlopen(Request(f"{s3_server}/weights", method="PUT")).close()
+    yield ObjectStore("s3://weights/policy")
+    urlopen(Request(f"{s3_server}/moto-api/reset", method="POST")).close()
 
 
 @pytest.fixture

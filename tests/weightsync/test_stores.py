@@ -35,6 +35,31 @@ def test_put_read_list_delete(store: Store) -> None:
         store.read("1/v/2/blob")
 
 
+def test_poll_is_silent_until_something_changes(store: Store) -> None:
+    with pytest.raises(FileNotFoundError):
+        store.poll("HEAD")
+    store.swap("HEAD", None, b"a")
+    polled = store.poll("HEAD")
+    assert polled is not None
+    data, tag = polled
+    assert data == b"a"
+    assert store.poll("HEAD", tag) is None
+    store.swap("HEAD", b"a", b"b")
+    polled = store.poll("HEAD", tag)
+    assert polled is not None
+    assert polled[0] == b"b"
+    assert polled[1] != tag
+
+
+def test_entries_have_sizes_and_times_of_one_clock(store: Store) -> None:
+    store.put("a/1", [b"123"])
+    store.put("a/2", [])
+    store.put("b", [b"x"])
+    first, second = store.entries("a/")
+    assert (first.key, first.size, second.key, second.size) == ("a/1", 3, "a/2", 0)
+    assert first.modified <= second.modified <= store.entries("b")[0].modified < first.modified + 60
+
+
 def test_swap_compares(store: Store) -> None:
     assert not store.swap("HEAD", b"x", b"a")
     assert store.swap("HEAD", None, b"a")
@@ -70,7 +95,7 @@ def test_open_store_finds_the_same_blobs(store: Store) -> None:
 
 
 def test_addresses_that_name_no_store(tmp_path: Path) -> None:
-    for url in ("mem:", "http://host/x", "/plain/path", "file://host/dir", "file:relative"):
+    for url in ("mem:", "ftp://host/x", "/plain/path", "file://host/dir", "file:relative", "s3:", "https:///x"):
         with pytest.raises(ValueError, match="mem:NAME"):
             open_store(url)
     with pytest.raises(LookupError, match="nobody"):

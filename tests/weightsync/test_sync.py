@@ -17,6 +17,7 @@ from hypothesis.extra import numpy as hnp
 from astraflow.weightsync import (
     CorruptVersion,
     DirectoryStore,
+    Entry,
     MemoryStore,
     Publisher,
     Puller,
@@ -400,6 +401,12 @@ class Failing:
 
     def list(self, prefix: str) -> list[str]:
         return self._store.list(prefix)
+
+    def poll(self, key: str, seen: str = "") -> tuple[bytes, str] | None:
+        return self._store.poll(key, seen)
+
+    def entries(self, prefix: str) -> Sequence[Entry]:
+        return self._store.entries(prefix)
 
     def delete(self, key: str) -> None:
         if self.fail == "delete":

@@ -3,9 +3,12 @@
 from .directory_store import DirectoryStore
 from .interface import (
     CorruptVersion,
+    Entry,
     OffsetStore,
     PublishReport,
     PullReport,
+    RemoteStore,
+    Retention,
     Sink,
     SinkState,
     StaleIncarnation,
@@ -17,6 +20,7 @@ from .interface import (
     WrongBase,
 )
 from .memory_store import MemoryStore
+from .object_store import HttpStore, ObjectStore
 from .publisher import Publisher
 from .puller import Puller, Staged
 from .safetensors_sink import SafetensorsSink
@@ -26,12 +30,17 @@ from .tensor_sink import TensorSink
 __all__ = [
     "CorruptVersion",
     "DirectoryStore",
+    "Entry",
+    "HttpStore",
     "MemoryStore",
+    "ObjectStore",
     "OffsetStore",
     "PublishReport",
     "Publisher",
     "PullReport",
     "Puller",
+    "RemoteStore",
+    "Retention",
     "SafetensorsSink",
     "Sink",
     "SinkState",

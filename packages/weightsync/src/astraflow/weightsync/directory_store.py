@@ -5,14 +5,15 @@ from __future__ import annotations
 import fcntl
 import os
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 
 from .files import sync_directory, write_all, write_atomically
-from .interface import WeightSyncError
+from .interface import Entry, WeightSyncError
 
 _LOCK_SECONDS = 30.0
+_ATTEMPTS = 5
 
 
 class DirectoryStore:
@@ -31,8 +32,14 @@ class DirectoryStore:
 
     def put(self, key: str, chunks: Iterable[bytes | memoryview]) -> None:
         path = self._path(key)
-        _make_directory(path.parent)
-        write_atomically(path, chunks)
+        for attempt in range(_ATTEMPTS):
+            _make_directory(path.parent)
+            try:
+                write_atomically(path, chunks)
+                return
+            except FileNotFoundError:  # a `delete` elsewhere removed the directory, which was empty
+                if attempt + 1 == _ATTEMPTS or path.parent.is_dir():
+                    raise
 
     def put_at(self, key: str, size: int, pieces: Iterable[tuple[int, bytes | memoryview]]) -> None:
         path = self._path(key)
@@ -55,6 +62,18 @@ class DirectoryStore:
         finally:
             os.close(descriptor)
 
+    def poll(self, key: str, seen: str = "") -> tuple[bytes, str] | None:
+        """Tells states apart by inode and time: every write makes a new file."""
+        path = self._path(key)
+        if seen and _tag(path.stat()) == seen:
+            return None
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            status = os.fstat(descriptor)
+            return _pread(descriptor, 0, status.st_size), _tag(status)
+        finally:
+            os.close(descriptor)
+
     def swap(self, key: str, old: bytes | None, new: bytes) -> bool:
         path = self._path(key)
         _make_directory(path.parent)
@@ -66,16 +85,31 @@ class DirectoryStore:
 
     def list(self, prefix: str) -> list[str]:
         """Files of an unfinished `put` are listed too, under their temporary names, so that they can be removed."""
-        found = (path.relative_to(self._root).as_posix() for path in self._root.rglob("*") if path.is_file())
-        return sorted(key for key in found if key.startswith(prefix))
+        return [entry.key for entry in self.entries(prefix)]
+
+    def entries(self, prefix: str) -> Sequence[Entry]:
+        """As `list`; what is removed meanwhile is left out."""
+        found = []
+        for directory, _, names in os.walk(self._root):
+            for name in names:
+                path = Path(directory, name)
+                key = path.relative_to(self._root).as_posix()
+                if key.startswith(prefix):
+                    with suppress(FileNotFoundError):
+                        status = path.stat()
+                        found.append(Entry(key, status.st_size, status.st_mtime))
+        return sorted(found)
 
     def delete(self, key: str) -> None:
         path = self._path(key)
         path.unlink(missing_ok=True)
         for parent in path.parents:
-            if parent == self._root or not parent.is_dir() or any(parent.iterdir()):
+            if parent == self._root:
                 break
-            parent.rmdir()
+            try:
+                parent.rmdir()
+            except OSError:  # not empty, or another removed it
+                break
 
     def _path(self, key: str) -> Path:
         pure = PurePosixPath(key)
@@ -90,6 +124,10 @@ def _make_directory(path: Path) -> None:
         _make_directory(path.parent)
         path.mkdir(exist_ok=True)
         sync_directory(path.parent)
+
+
+def _tag(status: os.stat_result) -> str:
+    return f"{status.st_ino:x}-{status.st_mtime_ns:x}-{status.st_size:x}"
 
 
 def _pread(descriptor: int, offset: int, length: int) -> bytes:

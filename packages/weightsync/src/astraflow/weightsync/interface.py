@@ -10,8 +10,8 @@ Usable alone. The invariants, each with a test of its own:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, Protocol, runtime_checkable
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -78,15 +78,37 @@ class PullReport(msgspec.Struct, frozen=True, kw_only=True):
     commit_s: float
 
 
-class Store(Protocol):
-    """A keyed set of blobs. Blobs are immutable except `HEAD`, which moves by compare-and-set.
+class Retention(msgspec.Struct, frozen=True, kw_only=True):
+    """Which versions a publisher keeps: each of the newest `versions` stays reachable from an anchor, as far as all of
+    them together have at most `bytes` (None: no bound). The newest version and its way from an anchor always stay, and
+    so does what a reader has leased. Raises ValueError for a bound below 1."""
 
-    Methods block: call them from a thread. Keys are relative POSIX paths without `..`.
+    versions: int = 4
+    bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.versions < 1 or (self.bytes is not None and self.bytes < 1):
+            raise ValueError("retention keeps at least 1 version and 1 byte")
+
+
+class Entry(NamedTuple):
+    """A blob of a store: `modified` is in seconds of the store's own clock; compare it with another entry's only."""
+
+    key: str
+    size: int
+    modified: float
+
+
+class Store(Protocol):
+    """A keyed set of blobs. Blobs are immutable except `HEAD`, which moves by compare-and-set, and leases.
+
+    Methods block: call them from a thread. Keys are relative POSIX paths without `..`. A store that cannot be reached
+    raises OSError (ConnectionError, TimeoutError); one that is read-only raises PermissionError where it is written to.
     """
 
     @property
     def url(self) -> str:
-        """The address under which `open_store` finds this store again (`mem:NAME`, `file:///dir`)."""
+        """The address under which `open_store` finds this store again (`mem:NAME`, `file:///dir`, `s3://…`)."""
         ...
 
     def put(self, key: str, chunks: Iterable[bytes | memoryview]) -> None:
@@ -95,14 +117,25 @@ class Store(Protocol):
         ...
 
     def read(self, key: str, offset: int = 0, length: int | None = None) -> bytes | memoryview:
-        """Raises FileNotFoundError if there is no such blob."""
+        """Bytes [offset, offset + length), fewer where the blob ends. Raises FileNotFoundError if there is no such
+        blob."""
+        ...
+
+    def poll(self, key: str, seen: str = "") -> tuple[bytes, str] | None:
+        """A blob and a tag of this state of it; None, cheaply, while its tag is `seen`. Raises FileNotFoundError."""
         ...
 
     def swap(self, key: str, old: bytes | None, new: bytes) -> bool:
         """Set `key` to `new` if it holds `old` (None: does not exist); False if it holds something else."""
         ...
 
-    def list(self, prefix: str) -> list[str]: ...
+    def list(self, prefix: str) -> list[str]:
+        """The keys that start with `prefix`, in order."""
+        ...
+
+    def entries(self, prefix: str) -> Sequence[Entry]:
+        """What `list` lists, with sizes and times."""
+        ...
 
     def delete(self, key: str) -> None:
         """Remove a blob; no error if there is none."""
@@ -115,6 +148,16 @@ class OffsetStore(Protocol):
 
     def put_at(self, key: str, size: int, pieces: Iterable[tuple[int, bytes | memoryview]]) -> None:
         """Write (offset, bytes) `pieces` of a blob of `size` bytes that nothing names yet; durable on return."""
+        ...
+
+
+@runtime_checkable
+class RemoteStore(Store, Protocol):
+    """A store behind a link: payloads come in pieces, many ranges at once, and a cut is taken up where it was."""
+
+    def stream(self, key: str, start: int, stop: int) -> AsyncIterator[bytes]:
+        """Bytes [start, stop) of a blob as they arrive, over one of the store's kept connections; fewer where the blob
+        ends. Does not try again. Raises FileNotFoundError; OSError where the link is cut or silent."""
         ...
 
 

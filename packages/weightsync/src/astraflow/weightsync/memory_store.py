@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from .interface import Entry
 
 _stores: dict[str, MemoryStore] = {}
 _registry = threading.Lock()
+
+
+class _Blob(NamedTuple):
+    data: memoryview
+    modified: float
+    number: int
 
 
 class MemoryStore:
@@ -17,7 +27,8 @@ class MemoryStore:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._blobs: dict[str, memoryview] = {}
+        self._blobs: dict[str, _Blob] = {}
+        self._writes = 0
         self._lock = threading.Lock()
         with _registry:
             if not name or name in _stores:
@@ -49,27 +60,43 @@ class MemoryStore:
         for chunk in chunks:
             blob += chunk
         with self._lock:
-            self._blobs[key] = memoryview(blob).toreadonly()
+            self._set(key, memoryview(blob).toreadonly())
 
     def read(self, key: str, offset: int = 0, length: int | None = None) -> memoryview:
-        with self._lock:
-            blob = self._blobs.get(key)
-        if blob is None:
-            raise FileNotFoundError(f"{self.url} has no {key}")
-        return blob[offset:] if length is None else blob[offset : offset + length]
+        data = self._find(key).data
+        return data[offset:] if length is None else data[offset : offset + length]
+
+    def poll(self, key: str, seen: str = "") -> tuple[bytes, str] | None:
+        blob = self._find(key)
+        return None if str(blob.number) == seen else (bytes(blob.data), str(blob.number))
 
     def swap(self, key: str, old: bytes | None, new: bytes) -> bool:
         with self._lock:
             held = self._blobs.get(key)
-            if (None if held is None else bytes(held)) != old:
+            if (None if held is None else bytes(held.data)) != old:
                 return False
-            self._blobs[key] = memoryview(new)
+            self._set(key, memoryview(new))
             return True
 
     def list(self, prefix: str) -> list[str]:
+        return [entry.key for entry in self.entries(prefix)]
+
+    def entries(self, prefix: str) -> Sequence[Entry]:
         with self._lock:
-            return sorted(key for key in self._blobs if key.startswith(prefix))
+            found = [Entry(key, len(blob.data), blob.modified) for key, blob in self._blobs.items()]
+        return sorted(entry for entry in found if entry.key.startswith(prefix))
 
     def delete(self, key: str) -> None:
         with self._lock:
             self._blobs.pop(key, None)
+
+    def _find(self, key: str) -> _Blob:
+        with self._lock:
+            blob = self._blobs.get(key)
+        if blob is None:
+            raise FileNotFoundError(f"{self.url} has no {key}")
+        return blob
+
+    def _set(self, key: str, data: memoryview) -> None:
+        self._writes += 1
+        self._blobs[key] = _Blob(data, time.time(), self._writes)
