@@ -91,7 +91,7 @@ async def test_publish_and_pull(
         assert same(live, model)
         change(model, version)
     assert kinds == ["full", "delta", "delta"]
-    await Publisher(open_store(bucket.url), stream="s", incarnation=2).publish(model, 1)
+    await Publisher(open_store(bucket.url), stream="s", incarnation=2, keep=1).publish(model, 1)
     with pytest.raises(StaleIncarnation):
         await first.publish(model, 3)
     assert not [key for key in bucket.list("") if key.startswith("1/")]
