@@ -12,18 +12,11 @@ import blake3
 import numpy as np
 import xxhash
 
-from .codecs import Index, apply, changed_elements, sparse_is_smaller
-from .interface import Bytes, CorruptVersion, Store, WrongBase
+from .codecs import Change, apply, changed_elements, sparse_is_smaller
+from .interface import Bytes, CorruptVersion, Store, WeightSyncError, WrongBase
 from .layout import ITEMSIZE, cut, elements
 from .manifest import FrameRecord, Manifest, VersionRef, decode_manifest, manifest_key, part_key
 from .plan import Path
-
-
-class Change(NamedTuple):
-    """What a frame becomes: `data` replaces the elements `at` these positions, or all of it where `at` is None."""
-
-    at: Index | None
-    data: Bytes
 
 
 class Span(NamedTuple):
@@ -75,24 +68,25 @@ class Assembler:
             current, _ = self._follow(position, spans, start, self._anchor.frames[position].dense, scratch)
             return Change(None, current if current is start else current.copy())
         assert base is not None
-        current, index = self._follow(position, spans, base, b"", scratch)
+        current, only = self._follow(position, spans, base, b"", scratch)
         if current is base:
             return None
         itemsize = ITEMSIZE[self._dtype(position)]
-        if index is None:
-            index = changed_elements(base, current, itemsize)
+        if only is not None and only.at is not None and sparse_is_smaller(len(only.at), itemsize, len(base)):
+            return only
+        index = changed_elements(base, current, itemsize)
         if sparse_is_smaller(len(index), itemsize, len(base)):
             return Change(index, elements(current, itemsize)[index].view(np.uint8))
         return Change(None, current.copy())
 
     def _follow(
         self, position: int, spans: list[Spans], start: Bytes, verified: bytes, scratch: Bytes
-    ) -> tuple[Bytes, Index | None]:
+    ) -> tuple[Bytes, Change | None]:
         """`start` (whose digest is `verified`, if known) through the deltas, into `scratch` where one changes it.
 
-        Also the changed positions, where a single delta says them.
+        Also that change, where it is the only one.
         """
-        current, positions = start, []
+        current, changes = start, []
         for manifest, span in zip(self._deltas, spans, strict=True):
             record = manifest.frames[position]
             if record.size:
@@ -100,14 +94,17 @@ class Assembler:
                     current = scratch[: len(start)]
                     current[:] = start
                 payload = _payload(manifest, record, span)
-                positions.append(apply(record.codec, record.changed, payload, current, self._dtype(position)))
+                try:
+                    changes.append(apply(record.codec, record.changed, payload, current, self._dtype(position)))
+                except CorruptVersion as error:  # the payload is the publisher's, so it is the base that is not
+                    raise self._mismatch(position, manifest) from error
             elif record.dense == verified:
                 continue
             self._verify(current, record, position, manifest)
             verified = record.dense
         if not verified:
             self._verify(current, self.target.frames[position], position, self.target)
-        return current, positions[0] if len(positions) == 1 else None
+        return current, changes[0] if len(changes) == 1 else None
 
     def _dtype(self, position: int) -> str:
         return self.layout[self.frames[position].tensor].dtype
@@ -125,14 +122,16 @@ class Assembler:
         return dense
 
     def _verify(self, dense: Bytes, record: FrameRecord, position: int, manifest: Manifest) -> None:
-        if xxhash.xxh3_128_digest(dense.data) == record.dense:
-            return
+        if xxhash.xxh3_128_digest(dense.data) != record.dense:
+            raise self._mismatch(position, manifest)
+
+    def _mismatch(self, position: int, manifest: Manifest) -> WeightSyncError:
         name = self.layout[self.frames[position].tensor].name
         if self._anchor is None:
-            raise WrongBase(
+            return WrongBase(
                 f"tensor {name!r} is not what version {manifest.version} starts from; the next pull is full"
             )
-        raise CorruptVersion(f"tensor {name!r} of version {manifest.version} does not have the digest it should")
+        return CorruptVersion(f"tensor {name!r} of version {manifest.version} does not have the digest it should")
 
 
 def _load(store: Store, ref: VersionRef) -> Manifest:

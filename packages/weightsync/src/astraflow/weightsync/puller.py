@@ -14,7 +14,8 @@ import anyio
 import anyio.to_thread
 import numpy as np
 
-from .assemble import Assembler, Change
+from .assemble import Assembler
+from .codecs import Change
 from .interface import CorruptVersion, PullReport, Sink, SinkState, Store, TransferMode, WeightSyncError
 from .layout import ITEMSIZE, group_frames
 from .manifest import HEAD, Head, decode_head

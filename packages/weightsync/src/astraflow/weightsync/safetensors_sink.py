@@ -103,9 +103,9 @@ class SafetensorsSink:
     def stage_sparse(self, name: str, offset: int, itemsize: int, index: NDArray[np.int64], data: Bytes) -> None:
         """Rewrites the stretch from the first changed element to the last."""
         assert self._staged is not None
-        first, last = int(index[0]) * itemsize, (int(index[-1]) + 1) * itemsize
+        first, last = int(index.min()) * itemsize, (int(index.max()) + 1) * itemsize
         patched = np.array(self._staged.dense(name)[offset + first : offset + last])
-        elements(patched, itemsize)[index - index[0]] = elements(data, itemsize)
+        elements(patched, itemsize)[index - first // itemsize] = elements(data, itemsize)
         write_all(self._descriptor, patched.data, self._staged.where(name, offset + first))
 
     def commit(self, state: SinkState) -> None:
