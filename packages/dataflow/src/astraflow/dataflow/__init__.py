@@ -11,6 +11,7 @@ from .algorithms.stage import Context, Dice, Stage, read_state
 from .arrays import Array
 from .balance import pool_target, wait_fraction
 from .config import DataflowConfig, PolicyFeed, Replay
+from .failures import FailurePolicy
 from .figures import LengthCount, MetricSummary, PolicyStatus, WorkerStatus
 from .group import PolicyGroup, advantage_of, reward_of, trajectory_of
 from .gym import gym_dataset
@@ -83,6 +84,7 @@ __all__ = [
     "EvaluateRequest",
     "Evaluation",
     "EvaluationQuery",
+    "FailurePolicy",
     "Fenced",
     "Filter",
     "FinishReason",

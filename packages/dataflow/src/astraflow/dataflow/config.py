@@ -10,6 +10,7 @@ import msgspec
 from .algorithms.batching import BatchBy
 from .algorithms.catalogue import CORRECTIONS, FILTERS, ORDERS, PICKS, SELECTORS
 from .algorithms.stage import Context
+from .failures import FailurePolicy
 from .interface import Sampling
 
 LIMIT_DEADLINES = 30
@@ -109,6 +110,7 @@ class DataflowConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_attempts: int = 3
     selectors: tuple[str, ...] = ()
     filters: tuple[str, ...] = ("zero_advantage",)
+    failures: FailurePolicy = FailurePolicy()
     max_dropped_batches: int = 20
     synchronous: bool = False
     window_s: float = 120.0
@@ -126,6 +128,10 @@ class DataflowConfig(msgspec.Struct, frozen=True, kw_only=True):
                 f"worker_grace_s {self.worker_grace_s} is shorter than worker_silence_s {self.worker_silence_s}: "
                 "the run would fail before a silent worker's tasks are given to others"
             )
+        if self.failures.min_samples > self.n_samples:
+            raise ValueError(
+                f"failures.min_samples {self.failures.min_samples} is more than n_samples {self.n_samples}"
+            )
         names = [feed.model_id for feed in self.policies]
         if not names:
             raise ValueError("policies is empty: name at least one policy to train")
@@ -142,6 +148,11 @@ class DataflowConfig(msgspec.Struct, frozen=True, kw_only=True):
                 SELECTORS.build(line, context)
             for line in self.filters_of(feed):
                 FILTERS.build(line, context)
+
+    @property
+    def stalled_s(self) -> float:
+        """Seconds without any progress after which whoever waits gets an error: time for every attempt of a task."""
+        return max(self.worker_grace_s, self.max_attempts * self.task_deadline_s)
 
     @property
     def limit_s(self) -> float:

@@ -31,7 +31,7 @@ class Dispatch:
         self._source = source
         self._drawn = 0
         self.exhausted = False
-        self.workers = Workers(config.worker_silence_s, now)
+        self.workers = Workers(config.worker_silence_s, config.failures, now)
         self.leases = LeaseBook()
         self.tasks = TaskBoard(config.max_attempts)
         self.next_sweep = now

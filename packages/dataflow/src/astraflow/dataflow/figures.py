@@ -56,6 +56,8 @@ class PolicyStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker now. `quarantine` says why it gets no tasks, where it does not."""
+
     worker_id: str
     pool: str
     capacity: int
@@ -67,3 +69,4 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     pulled_full_bytes: int = 0
     pulled_delta_bytes: int = 0
     swap_pause_s: float = 0.0
+    quarantine: str = ""

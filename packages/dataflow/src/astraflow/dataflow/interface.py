@@ -417,7 +417,8 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
 class Status(msgspec.Struct, frozen=True, kw_only=True):
     """Everything a person wants to see at one glance. `metrics` are means of the trajectories' own metrics over
     the window; `data` are the figures of the prompt source and of the selection before rollout; `example` is the
-    newest trajectory; `lengths` counts training samples by sampled tokens."""
+    newest trajectory; `lengths` counts training samples by sampled tokens. `warning`: somebody waits and nothing goes
+    on; `error`: the run cannot go on."""
 
     phase: Phase
     policies: tuple[PolicyStatus, ...]
@@ -428,6 +429,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     data: dict[str, dict[str, float]] = {}
     example: Trajectory | None = None
     lengths: tuple[LengthCount, ...] = ()
+    warning: str = ""
     error: str = ""
 
 

@@ -8,7 +8,8 @@ nothing: none waits for another.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -42,6 +43,8 @@ class PolicyStream:
         self.incarnation = 0
         self.asked: int | None = None
         self.ended = False
+        self._waiters = 0
+        self._asked_at = 0.0
         self._filters = FilterChain(config.filters_of(feed), context)
         self._serving = Serving(feed, context)
         self._n_samples = config.n_samples
@@ -116,7 +119,7 @@ class PolicyStream:
         """The batch that was cut for `version`, if it was and is kept."""
         return self._cut.get(version)
 
-    def ask(self, version: int) -> None:
+    def ask(self, version: int, now: float) -> None:
         """The trainer wants the batch that makes `version` + 1.
 
         Raises:
@@ -127,6 +130,25 @@ class PolicyStream:
                 f"policy {self.feed.model_id!r}: the batch at version {version} was asked for, the next is {self._next}"
             )
         self.asked = version
+        self._asked_at = now
+
+    @contextmanager
+    def waiting_call(self) -> Iterator[None]:
+        """A call that waits for a batch is under way."""
+        self._waiters += 1
+        try:
+            yield
+        finally:
+            self._waiters -= 1
+
+    def asking(self, now: float, within_s: float) -> bool:
+        """Does a trainer wait for a batch, or did it ask within the last seconds?"""
+        unserved = self.asked is not None and self.asked not in self._cut
+        return unserved and not self.done and (self._waiters > 0 or now - self._asked_at <= within_s)
+
+    @property
+    def buffered(self) -> int:
+        return len(self._serving)
 
     @property
     def _next(self) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 
 import msgspec
 
@@ -21,6 +21,7 @@ from .balance import pool_target
 from .config import DataflowConfig
 from .dispatch import SWEEP_S, Dispatch
 from .evaluation import EvaluationRun
+from .health import Health
 from .ingest import malformed, policy_group
 from .interface import (
     Attachment,
@@ -98,6 +99,7 @@ class Dataflow:
         self._metrics: Window[dict[str, float]] = Window(config.window_s)
         self._example: Trajectory | None = None
         self._lengths = Lengths()
+        self._health = Health(config, self._dispatch, self._policies, clock())
 
     # --- workers -----------------------------------------------------------------------------------------------
 
@@ -119,7 +121,7 @@ class Dataflow:
             self._sweep(now)
             if self._phase == "finished":
                 return LeaseReply(finished=True)
-            tasks = self._grant(worker, request, now) if worker else ()
+            tasks = self._grant(worker, request, now) if worker and self._workers.serving(worker, now) else ()
             if self._dispatch.has_work(training=self._generating, room=self._room):
                 self._work.pass_on()
             if tasks or now >= end:
@@ -133,7 +135,7 @@ class Dataflow:
         for result in request.results:
             self._workers.hear(result.worker_id, now)
             task = self._tasks.get(result.task_id)
-            if task is None or task.has(result.sample_index):
+            if task is None or task.has(result.sample_index) or self._outlived(task, result):
                 duplicates += 1
                 continue
             if not 0 <= result.sample_index < task.task.n_samples:
@@ -186,6 +188,7 @@ class Dataflow:
         """Raises ValueError for a policy that this run does not train."""
         policy = self._policy(request.model_id)
         incarnation = policy.attach(request.version)
+        self._health.attached(self._clock())
         for task in self._tasks.training_tasks():
             bound = task.newest_version.get(request.model_id, request.version)
             task.newest_version[request.model_id] = min(bound, request.version)
@@ -208,13 +211,13 @@ class Dataflow:
             policy.check(request.incarnation)
             if self._phase == "finished" or request.version >= policy.feed.steps:
                 return BatchReply(finished=True)
-            policy.ask(request.version)
+            policy.ask(request.version, now)
             if policy.served(request.version) is None:
                 self._cut(policy, request.version, now)
             batch = policy.served(request.version)
             if batch is not None or policy.ended:
                 return BatchReply(batch=batch, finished=batch is None)
-            failure = self._failure(policy, now)
+            failure = self._health.failure(policy, now)
             if failure:
                 raise RunFailed(failure)
             if now >= end:
@@ -222,12 +225,14 @@ class Dataflow:
             # Asking may have dropped stale data or opened a round of synchronous mode.
             self._work.notify()
             failing_at = self._workers.heard_at + self._config.worker_grace_s
-            await policy.changed.wait(min(end, self._dispatch.next_sweep, failing_at + SWEEP_S) - now)
+            with policy.waiting_call():
+                await policy.changed.wait(min(end, self._dispatch.next_sweep, failing_at + SWEEP_S) - now)
 
     async def publish(self, request: PolicyVersion, /) -> Empty:
         policy = self._policy(request.model_id)
         policy.publish(request)
         self._selection.advance(request.model_id, policy.version, self._source.epoch)
+        self._health.progress(self._clock())
         self._published.notify()
         self._work.notify()
         return Empty()
@@ -283,7 +288,7 @@ class Dataflow:
             self._sweep(now)
             if run.finished or now >= end:
                 return run.report()
-            failure = self._producers_failure(now)
+            failure = self._health.rollout_failure(now)
             if failure:
                 raise RunFailed(failure)
             await run.changed.wait(min(end, self._dispatch.next_sweep) - now)
@@ -292,7 +297,8 @@ class Dataflow:
         now = self._clock()
         self._sweep(now)
         size = self._workers.size(now)
-        failures = (self._failure(policy, now) for policy in self._policies.values())
+        over = self._phase == "finished"
+        failures = ("" if over else self._health.failure(policy, now) for policy in self._policies.values())
         return Status(
             phase=self._phase,
             policies=tuple(
@@ -311,6 +317,7 @@ class Dataflow:
             data={"source": self._source.stats(), "selection": self._selection.stats()},
             example=self._example,
             lengths=self._lengths.report(),
+            warning="" if over else self._health.warning(now),
             error=next(filter(None, failures), ""),
         )
 
@@ -346,19 +353,31 @@ class Dataflow:
 
     # --- taking ------------------------------------------------------------------------------------------------
 
+    def _outlived(self, task: OpenTask, result: SampleResult) -> bool:
+        """A failure of an earlier attempt says nothing about the one that runs now."""
+        return result.attempt < task.task.attempt and result.trajectory.status != "ok"
+
     def _settle(self, task: OpenTask, result: SampleResult, problem: str, now: float) -> None:
-        trajectory = result.trajectory
-        if task.task.purpose == "train":
+        trajectory, training = result.trajectory, task.task.purpose == "train"
+        begun = trajectory.status == "timed_out" and result.tokens > 0
+        if training:
             self._lengths.add(result.tokens, timed_out=trajectory.status == "timed_out")
         if problem or trajectory.status != "ok":
             reason = problem or trajectory.error or trajectory.status
-            task.settle(result.sample_index, None, reason)
+            self._health.went_wrong(result.worker_id, reason, now, training=training)
+            if training and not begun and task.task.attempt < self._config.failures.retries:
+                task.run_again(result.sample_index, reason)
+            else:
+                task.settle(result.sample_index, None, reason)
         else:
+            self._health.went_well(result.worker_id, now, training=training)
             task.settle(result.sample_index, trajectory)
-            if task.task.purpose == "train":
+            if training:
                 self._example = trajectory
         if task.complete:
             self._close(task, now)
+        elif task.returned:
+            self._lose((task.task.task_id,), now)
 
     def _close(self, task: OpenTask, now: float) -> None:
         """The task is complete, or given up with what is in."""
@@ -375,26 +394,22 @@ class Dataflow:
 
     def _progressed(self, worker_id: str, progress: TaskProgress, now: float) -> None:
         """Keep the lease of a task that goes on; give up one of which nothing can be trained any more."""
-        self._leases.progress(worker_id, progress.task_id, progress.tokens, now)
+        if self._leases.progress(worker_id, progress.task_id, progress.tokens, now):
+            self._health.progress(now)
         task = self._tasks.get(progress.task_id)
         if task is None or task.task.purpose != "train" or self._leases.holder(progress.task_id) != worker_id:
             return
-        fed = {name: policy for name, policy in self._policies.items() if name in task.task.sampling}
-
-        def past(began: Mapping[str, int]) -> bool:
-            """Is what began at these versions too old for every policy?"""
-            return all(
-                name in began and policy.too_old(min(began[name], task.newest_for(name, policy.version)))
-                for name, policy in fed.items()
-            )
-
-        if past(progress.began) and past(task.freshest(progress.began)):
+        fed = [policy for name, policy in self._policies.items() if name in task.task.sampling]
+        if task.past(progress.began, fed) and task.past(task.freshest(progress.began), fed):
             task.missing = "stale"
             self._close(task, now)
 
     def _ingest(self, task: OpenTask, group: RolloutGroup, now: float) -> None:
         present = [trajectory for trajectory in group.trajectories if trajectory is not None]
         missing = Counter({task.missing: len(group.trajectories) - len(present)})
+        if len(present) < self._config.failures.min_samples:
+            missing["incomplete"] = len(present)
+            group = RolloutGroup(task=group.task, trajectories=(None,) * len(group.trajectories))
         self._metrics.add(now, means_by_name(trajectory.metrics for trajectory in present))
         for name, policy in self._policies.items():
             newest = task.newest_for(name, policy.version)
@@ -419,6 +434,7 @@ class Dataflow:
             ready = {asking: asking.ready(version, tail)}
         for policy, is_ready in ready.items():
             if is_ready:
+                self._health.progress(now)
                 policy.cut(version if policy is asking else policy.version, now)
             policy.ended = tail and not is_ready
             policy.changed.notify()
@@ -434,28 +450,16 @@ class Dataflow:
     # --- time --------------------------------------------------------------------------------------------------
 
     def _sweep(self, now: float) -> None:
-        """Take the tasks whose deadline has passed, or whose worker is silent, away from their workers."""
+        """Take the tasks whose deadline has passed, or whose worker is silent, away from their workers; say so when
+        nothing goes on."""
         self._lose(self._dispatch.sweep(now), now)
+        self._health.look(now)
 
     def _lose(self, task_ids: tuple[str, ...], now: float) -> None:
         if task_ids:
             for task in self._dispatch.lose(task_ids):
                 self._close(task, now)
             self._work.notify()
-
-    def _failure(self, policy: PolicyStream, now: float) -> str:
-        """Why no batch will come for this policy; empty if one may. In synchronous mode all fail together."""
-        streams = self._policies.values() if self._config.synchronous else (policy,)
-        return next(filter(None, (stream.failure for stream in streams)), "") or self._producers_failure(now)
-
-    def _producers_failure(self, now: float) -> str:
-        silent_s = now - self._workers.heard_at
-        if self._phase == "finished" or silent_s <= self._config.worker_grace_s:
-            return ""
-        return (
-            f"no rollout worker was heard of for {silent_s:.0f} s (worker_grace_s {self._config.worker_grace_s:g}); "
-            f"{self._tasks.training} training and {self._tasks.evaluating} evaluation tasks are open"
-        )
 
     # --- what must survive a restart -----------------------------------------------------------------------------
 

@@ -7,11 +7,12 @@ up, and what comes for it later is late.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
 from .interface import RolloutGroup, RolloutTask, Trajectory
+from .policy import PolicyStream
 
 
 class OpenTask:
@@ -28,6 +29,7 @@ class OpenTask:
         """What the samples that are not in are counted as."""
         self.queued = False
         self._trajectories: dict[int, Trajectory | None] = {}
+        self._again: set[int] = set()
 
     def newest_for(self, model_id: str, version: int) -> int:
         """The newest version that this task's tokens may count as, the policy being at `version`."""
@@ -43,8 +45,32 @@ class OpenTask:
                     found[sequence.model_id] = max(found[sequence.model_id], sequence.oldest_version)
         return found
 
+    def past(self, began: Mapping[str, int], policies: Iterable[PolicyStream]) -> bool:
+        """Is what began at these versions too old for every policy? One that it has not begun with may still train it."""
+        for policy in policies:
+            name = policy.feed.model_id
+            if name not in began or not policy.too_old(min(began[name], self.newest_for(name, policy.version))):
+                return False
+        return True
+
     def has(self, sample_index: int) -> bool:
-        return sample_index in self._trajectories
+        """Has this attempt's outcome of the sample come?"""
+        return sample_index in self._trajectories or sample_index in self._again
+
+    def run_again(self, sample_index: int, error: str) -> None:
+        """The sample failed, and is to run once more with the next attempt."""
+        self._again.add(sample_index)
+        self.error = self.error or error
+
+    @property
+    def returned(self) -> bool:
+        """Everything this attempt was to bring is in, and some of it is to run again."""
+        return bool(self._again) and len(self._again) + len(self._trajectories) == self.task.n_samples
+
+    def begin_attempt(self) -> None:
+        """Whatever is not settled runs in the next attempt."""
+        self._again.clear()
+        self.task = msgspec.structs.replace(self.task, attempt=self.task.attempt + 1, done=self.settled)
 
     def settle(self, sample_index: int, trajectory: Trajectory | None, error: str = "") -> None:
         """The sample's outcome: its trajectory, or None if it failed."""
@@ -132,10 +158,9 @@ class TaskBoard:
 
     def retry(self, task: OpenTask) -> bool:
         """The task's worker was lost: let another take it. False if it was leased often enough."""
-        attempt = task.task.attempt + 1
-        if attempt >= self._max_attempts:
+        if task.task.attempt + 1 >= self._max_attempts:
             return False
-        task.task = msgspec.structs.replace(task.task, attempt=attempt, done=task.settled)
+        task.begin_attempt()
         if task.task.purpose == "eval":
             self._evaluations.add(task, first=True)
         else:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 
+from .failures import FailurePolicy, Record
 from .figures import WorkerStatus
 from .interface import Registration, WorkerStats
 
@@ -18,8 +19,9 @@ FORGET_AFTER = 20
 class Worker:
     """One worker's introduction, last sign of life and figures."""
 
-    def __init__(self, registration: Registration, now: float) -> None:
+    def __init__(self, registration: Registration, failures: FailurePolicy, now: float) -> None:
         self.introduce(registration)
+        self.record = Record(failures)
         self.heard_at = now
         self.stats = WorkerStats()
         self._full_bytes = 0
@@ -51,14 +53,16 @@ class Worker:
             pulled_full_bytes=self._full_bytes,
             pulled_delta_bytes=self._delta_bytes,
             swap_pause_s=self._pause_s,
+            quarantine=self.record.reason if self.record.set_aside(now) else "",
         )
 
 
 class Workers:
     """All workers. `heard_at` is when any of them was heard of last."""
 
-    def __init__(self, silence_s: float, now: float) -> None:
+    def __init__(self, silence_s: float, failures: FailurePolicy, now: float) -> None:
         self._silence_s = silence_s
+        self._failures = failures
         self._workers: dict[str, Worker] = {}
         self.heard_at = now
 
@@ -68,7 +72,7 @@ class Workers:
         if known is not None and known.registration.pid == registration.pid:
             known.introduce(registration)
             return False
-        self._workers[registration.worker_id] = Worker(registration, now)
+        self._workers[registration.worker_id] = Worker(registration, self._failures, now)
         self.heard_at = now
         return known is not None
 
@@ -79,13 +83,36 @@ class Workers:
             worker.heard_at = self.heard_at = now
         return worker
 
+    def note(self, worker_id: str, error: str | None, now: float) -> Worker | None:
+        """A result of this worker (`error` None: it went well). Returns the worker if it is set aside from now on."""
+        worker = self._workers.get(worker_id)
+        if worker is None:
+            return None
+        worker.record.outcomes.add(error)
+        if error is None:
+            return None
+        others = (other.record.outcomes for other in self._serving(now) if other is not worker)
+        return worker if worker.record.judge(others, now) else None
+
+    def serving(self, worker: Worker, now: float) -> bool:
+        """May this worker have tasks? One that was set aside may if no other is left."""
+        return not worker.record.set_aside(now) or not self._serving(now)
+
+    def _serving(self, now: float) -> list[Worker]:
+        workers = self._workers.values()
+        return [worker for worker in workers if self.alive(worker, now) and not worker.record.set_aside(now)]
+
+    def counts(self, now: float) -> tuple[int, int]:
+        """How many workers are alive, and how many of these are set aside."""
+        alive = [worker for worker in self._workers.values() if self.alive(worker, now)]
+        return len(alive), sum(worker.record.set_aside(now) for worker in alive)
+
     def alive(self, worker: Worker, now: float) -> bool:
         return not worker.left and now - worker.heard_at <= self._silence_s
 
     def served_by_others(self, worker_id: str, now: float) -> list[frozenset[str]]:
-        """What each other live worker serves."""
-        others = (worker for name, worker in self._workers.items() if name != worker_id)
-        return [worker.serves for worker in others if self.alive(worker, now)]
+        """What each other live worker serves that may have tasks."""
+        return [worker.serves for worker in self._serving(now) if worker.registration.worker_id != worker_id]
 
     def sweep(self, now: float) -> set[str]:
         """The names of the silent; those silent for very long are forgotten."""
