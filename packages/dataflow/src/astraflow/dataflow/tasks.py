@@ -46,7 +46,7 @@ class OpenTask:
         return found
 
     def past(self, began: Mapping[str, int], policies: Iterable[PolicyStream]) -> bool:
-        """Is what began at these versions too old for every policy? One that it has not begun with may still train it."""
+        """Is what began at these versions too old for every policy? One not begun with may still train it."""
         for policy in policies:
             name = policy.feed.model_id
             if name not in began or not policy.too_old(min(began[name], self.newest_for(name, policy.version))):
