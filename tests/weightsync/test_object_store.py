@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from astraflow.weightsync import ObjectStore, Publisher, Puller, StaleIncarnation, TensorSink, open_store
+from astraflow.weightsync import ObjectStore, Publisher, Puller, Retention, StaleIncarnation, TensorSink, open_store
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 
@@ -91,7 +91,9 @@ async def test_publish_and_pull(
         assert same(live, model)
         change(model, version)
     assert kinds == ["full", "delta", "delta"]
-    await Publisher(open_store(bucket.url), stream="s", incarnation=2, keep=1).publish(model, 1)
+    await Publisher(open_store(bucket.url), stream="s", incarnation=2, retention=Retention(versions=1)).publish(
+        model, 1
+    )
     with pytest.raises(StaleIncarnation):
         await first.publish(model, 3)
     assert not [key for key in bucket.list("") if key.startswith("1/")]

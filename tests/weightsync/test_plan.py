@@ -4,7 +4,7 @@ import pytest
 
 from astraflow.weightsync import CorruptVersion, SinkState, TransferMode
 from astraflow.weightsync.manifest import Head, VersionRef
-from astraflow.weightsync.plan import choose, retained
+from astraflow.weightsync.plan import choose
 
 
 def ref(version: int, *, delta: int = 10, anchor: int = 0, root: str = "", base: str | None = None) -> VersionRef:
@@ -96,8 +96,3 @@ def test_nothing_to_do_and_nothing_to_trust(mode: TransferMode) -> None:
     assert path.kind == "full"
     with pytest.raises(CorruptVersion):
         choose(head(ref(3), ref(1, anchor=10, base="")), NOTHING, mode, 10)
-
-
-@pytest.mark.parametrize(("keep", "oldest"), [(1, 10), (2, 10), (3, 10), (4, 8), (9, 8)])
-def test_each_kept_version_keeps_its_anchor(keep: int, oldest: int) -> None:
-    assert retained(LIST, keep)[-1].version == oldest

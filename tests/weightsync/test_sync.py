@@ -21,6 +21,7 @@ from astraflow.weightsync import (
     MemoryStore,
     Publisher,
     Puller,
+    Retention,
     SinkState,
     StaleIncarnation,
     Store,
@@ -450,7 +451,7 @@ async def test_a_failed_publish_leaves_the_last_version(
 async def test_that_old_versions_stay_does_not_fail_a_publish(store: Store, model: Arrays) -> None:
     failing = Failing(store)
     failing.fail = "delete"
-    publisher = Publisher(failing, stream="s", incarnation=1, anchor_every=1, keep=1)
+    publisher = Publisher(failing, stream="s", incarnation=1, anchor_every=1, retention=Retention(versions=1))
     await publisher.publish(model, 0)
     await publisher.publish(model, 1)
     assert any(key.startswith("1/v/0/") for key in store.list(""))
@@ -498,7 +499,9 @@ async def test_a_cancelled_stage_leaves_the_old_weights(
 async def test_retention_is_bounded_and_never_breaks_a_chain(
     store: Store, small_frames: int, model: Arrays, change: Change, copy: Copy, same: Same, anchor_every: int, keep: int
 ) -> None:
-    publisher = Publisher(store, stream="s", incarnation=1, anchor_every=anchor_every, keep=keep)
+    publisher = Publisher(
+        store, stream="s", incarnation=1, anchor_every=anchor_every, retention=Retention(versions=keep)
+    )
     late = copy(model)
     behind = Puller(store, TensorSink(late))
     for version in range(16):
@@ -518,11 +521,14 @@ async def test_retention_is_bounded_and_never_breaks_a_chain(
 
 
 class Removing(Failing):
-    """A store where the next version is published, and this one removed, while it is read."""
+    """A store that takes no leases, where the next version is published, and this one removed, while it is read."""
 
     def __init__(self, store: Store) -> None:
         super().__init__(store)
         self.before_read: Callable[[], None] | None = None
+
+    def put(self, key: str, chunks: Iterable[bytes | memoryview]) -> None:
+        raise PermissionError("read-only")
 
     def read(self, key: str, offset: int = 0, length: int | None = None) -> bytes | memoryview:
         if key.endswith("model.safetensors") and self.before_read is not None:
@@ -535,7 +541,7 @@ async def test_a_version_removed_while_it_is_pulled_gives_way_to_the_newest(
     store: Store, small_frames: int, model: Arrays, change: Change, copy: Copy, same: Same
 ) -> None:
     removing = Removing(store)
-    publisher = Publisher(store, stream="s", incarnation=1, anchor_every=1, keep=1)
+    publisher = Publisher(store, stream="s", incarnation=1, anchor_every=1, retention=Retention(versions=1))
     await publisher.publish(model, 0)
     live = {name: np.zeros_like(tensor) for name, tensor in model.items()}
 
@@ -558,7 +564,7 @@ async def test_pullers_beside_a_publisher_always_see_one_version(
     other = open_store(store.url)
 
     async def publish() -> None:
-        publisher = Publisher(store, stream="s", incarnation=1, anchor_every=3, keep=2)
+        publisher = Publisher(store, stream="s", incarnation=1, anchor_every=3, retention=Retention(versions=2))
         for version in range(25):
             change(model, version)
             published[version] = copy(model)

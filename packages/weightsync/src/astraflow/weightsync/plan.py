@@ -1,8 +1,7 @@
-"""Which way to the newest version, and which versions to keep: pure functions of what `HEAD` lists."""
+"""Which way to the newest version: a pure function of what `HEAD` lists."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -19,6 +18,11 @@ class Path(NamedTuple):
     anchor: VersionRef | None
     deltas: tuple[VersionRef, ...]
     target: VersionRef
+
+    @property
+    def versions(self) -> frozenset[VersionRef]:
+        """All that is read on the way."""
+        return frozenset(ref for ref in (self.anchor, *self.deltas, self.target) if ref is not None)
 
     @property
     def kind(self) -> PullKind:
@@ -90,14 +94,3 @@ def _deltas(head: Head, behind: int) -> tuple[VersionRef, ...] | None:
     deltas = tuple(reversed(head.versions[:behind]))
     linked = all(after.base_root == before.root for before, after in pairwise(deltas))
     return deltas if linked else None
-
-
-def retained(versions: Sequence[VersionRef], keep: int) -> tuple[VersionRef, ...]:
-    """The newest versions (newest first) that must stay so that each of the last `keep` can be reached from an anchor.
-
-    At most `keep` + the distance between two anchors.
-    """
-    for position, ref in enumerate(versions):
-        if ref.anchor_bytes and position >= min(keep, len(versions)) - 1:
-            return tuple(versions[: position + 1])
-    return tuple(versions)

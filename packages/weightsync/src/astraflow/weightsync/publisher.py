@@ -18,7 +18,7 @@ import blake3
 import structlog
 
 from .frames import Made, Records, dense_digest, density, make
-from .interface import Bytes, PublishReport, Store, Tensors, WeightSyncError
+from .interface import Bytes, PublishReport, Retention, Store, Tensors, WeightSyncError
 from .layout import (
     FRAME_BYTES,
     Frame,
@@ -41,6 +41,8 @@ from .sources import Source, open_source
 from .stream import Stream
 from .workers import in_order
 
+_RETENTION = Retention()
+
 log = structlog.get_logger(__name__)
 
 
@@ -48,24 +50,35 @@ class Publisher:
     """The one writer of a stream. Holds one host copy of the tensors.
 
     An anchor is written at its first version, every `anchor_every` versions, and where the tensors' names, dtypes or
-    shapes change. Each of the last `keep` versions stays reachable from an anchor; older ones are removed.
+    shapes change, or where `publish` is asked to. What is older than `retention` says is removed.
     `incarnation` fences: a later one takes the stream over, also at a lower version; an earlier one is then refused.
 
     A publisher that starts over a stream that exists reads its newest version back, so that its first version is a
     delta too, beside the anchor; where that version cannot be read, or has other tensors, it is an anchor alone.
     """
 
-    def __init__(self, store: Store, *, stream: str, incarnation: int, anchor_every: int = 10, keep: int = 4) -> None:
+    def __init__(
+        self,
+        store: Store,
+        *,
+        stream: str,
+        incarnation: int,
+        anchor_every: int = 10,
+        retention: Retention = _RETENTION,
+    ) -> None:
         self._store = store
-        self._stream = Stream(store, stream, incarnation, anchor_every, keep)
+        self._stream = Stream(store, stream, incarnation, anchor_every, retention)
         self._snapshot: Snapshot | None = None
         self._busy = anyio.Lock()
 
-    async def publish(self, tensors: Tensors | str | os.PathLike[str], version: int) -> PublishReport:
+    async def publish(
+        self, tensors: Tensors | str | os.PathLike[str], version: int, *, anchor: bool = False
+    ) -> PublishReport:
         """Write `version`; when this returns it is durable and HEAD names it.
 
         `tensors`: by name, or the path of a safetensors file or of a Hugging Face directory; they must not change
-        meanwhile. Tensors that share memory are published under each name. Versions of an incarnation ascend. Raises
+        meanwhile. Tensors that share memory are published under each name. Versions of an incarnation ascend.
+        `anchor`: write an anchor whether or not one is due, as where readers report a damaged delta. Raises
         StaleIncarnation if another publisher took the stream over, ValueError for a version that does not ascend or
         tensors that cannot be published, CorruptVersion if HEAD is damaged. Cancelling it leaves the last version in
         place, or this one if HEAD had moved.
@@ -80,7 +93,7 @@ class Publisher:
                 if self._snapshot is None or self._snapshot.root != self._stream.newest_root:
                     self._snapshot = None  # before there is another
                     self._snapshot = await self._read_back(source)
-                return await anyio.to_thread.run_sync(self._publish, source, version, started)
+                return await anyio.to_thread.run_sync(self._publish, source, version, anchor, started)
             finally:
                 source.close()
 
@@ -95,14 +108,14 @@ class Publisher:
             return None
         return sink.snapshot
 
-    def _publish(self, source: Source, version: int, started: float) -> PublishReport:
+    def _publish(self, source: Source, version: int, asked: bool, started: float) -> PublishReport:
         held = self._snapshot
         has_base = held is not None and held.layout == source.layout and held.root == self._stream.newest_root
         if held is None or not has_base:
             self._snapshot = held = None  # before there is another
             held = Snapshot(source.layout)
         work = _Version(source, held, has_base=has_base)
-        anchor = not has_base or self._stream.wants_anchor()
+        anchor = asked or not has_base or self._stream.wants_anchor()
         ref = self._write(work, version, anchor)
         anyio.from_thread.check_cancelled()
         self._stream.move(ref)

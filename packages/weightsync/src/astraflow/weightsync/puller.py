@@ -18,6 +18,7 @@ from .assemble import Assembler
 from .codecs import Change
 from .interface import CorruptVersion, PullReport, Sink, SinkState, Store, TransferMode, WeightSyncError
 from .layout import ITEMSIZE, group_frames
+from .leases import lease
 from .manifest import HEAD, Head, decode_head
 from .plan import Path, choose
 from .workers import run_all
@@ -102,23 +103,16 @@ class Puller:
             await anyio.to_thread.run_sync(self._drop)
             started = time.perf_counter()
             for _ in range(_ATTEMPTS):
-                seen = await anyio.to_thread.run_sync(self._choose)
-                if seen is None:
+                head = await anyio.to_thread.run_sync(self._head)
+                path = await anyio.to_thread.run_sync(self._choose, head)
+                if path is None:
                     return None
-                head, path = seen
-                try:
-                    await self._stage(path)
-                except FileNotFoundError as gone:
-                    if await anyio.to_thread.run_sync(self._head) != head:
-                        continue
-                    self._distrust = path.anchor is None
-                    raise CorruptVersion(f"version {path.target.version} is named by HEAD but incomplete") from gone
-                except WeightSyncError:
-                    self._distrust = path.anchor is None
-                    raise
-                self._distrust = False
-                self._staged = Staged(self._sink, path, time.perf_counter() - started)
-                return self._staged
+                async with lease(self._store, path.versions):
+                    head = await anyio.to_thread.run_sync(self._head)  # only what it names now is under the lease
+                    named = set(head.versions) if head is not None else set()
+                    if path.versions <= named and await self._attempt(path):
+                        self._staged = Staged(self._sink, path, time.perf_counter() - started)
+                        return self._staged
             raise WeightSyncError(
                 f"{self._store.url}: versions were removed while being read, {_ATTEMPTS} times; keep more of them"
             )
@@ -139,12 +133,26 @@ class Puller:
         except FileNotFoundError:
             return None
 
-    def _choose(self) -> tuple[Head, Path] | None:
-        head = self._head()
+    def _choose(self, head: Head | None) -> Path | None:
         if head is None:
             return None
-        path = choose(head, self._sink.state(), self._mode, self._interval, full=self._distrust)
-        return None if path is None else (head, path)
+        return choose(head, self._sink.state(), self._mode, self._interval, full=self._distrust)
+
+    async def _attempt(self, path: Path) -> bool:
+        """False if it was removed meanwhile."""
+        try:
+            await self._stage(path)
+        except FileNotFoundError as gone:
+            head = await anyio.to_thread.run_sync(self._head)
+            if head is None or not path.versions <= set(head.versions):
+                return False
+            self._distrust = path.anchor is None
+            raise CorruptVersion(f"version {path.target.version} is named by HEAD but incomplete") from gone
+        except WeightSyncError:
+            self._distrust = path.anchor is None
+            raise
+        self._distrust = False
+        return True
 
     async def _stage(self, path: Path) -> None:
         assembler = await anyio.to_thread.run_sync(Assembler, self._store, path)

@@ -11,8 +11,9 @@ from collections.abc import Iterable, Sequence
 
 import structlog
 
-from .interface import StaleIncarnation, Store, TensorSpec
+from .interface import Retention, StaleIncarnation, Store, TensorSpec
 from .layout import layout_digest, root_digest
+from .leases import leased
 from .manifest import (
     HEAD,
     AnchorPart,
@@ -26,7 +27,7 @@ from .manifest import (
     encode_manifest,
     manifest_key,
 )
-from .plan import retained
+from .retention import removable, retained
 
 log = structlog.get_logger(__name__)
 
@@ -37,15 +38,15 @@ class Stream:
     `head` is HEAD as this publisher wrote or found it; None: the stream has no version yet.
     """
 
-    def __init__(self, store: Store, name: str, incarnation: int, anchor_every: int, keep: int) -> None:
-        if min(anchor_every, keep) < 1 or incarnation < 0:
-            raise ValueError("anchor_every and keep are at least 1, incarnation at least 0")
+    def __init__(self, store: Store, name: str, incarnation: int, anchor_every: int, retention: Retention) -> None:
+        if anchor_every < 1 or incarnation < 0:
+            raise ValueError("anchor_every is at least 1, incarnation at least 0")
         self.name = name
         self.incarnation = incarnation
         self.head: Head | None = None
         self._store = store
         self._anchor_every = anchor_every
-        self._keep = keep
+        self._retention = retention
         self._seen: bytes | None = None
         self._tried = b""
         self._wrote = False
@@ -125,7 +126,7 @@ class Stream:
         """HEAD names `ref`. Raises StaleIncarnation if another moved it since `take_over`, OSError if that HEAD moved
         cannot be told; the next `take_over` then can."""
         earlier = self.head.versions if self.head else ()
-        head = Head(stream=self.name, versions=retained((ref, *earlier), self._keep))
+        head = Head(stream=self.name, versions=retained((ref, *earlier), self._retention))
         self._tried = encode_head(head)
         try:
             moved = self._store.swap(HEAD, self._seen, self._tried)
@@ -146,15 +147,15 @@ class Stream:
             return False
 
     def remove_old(self) -> None:
-        """Remove what HEAD no longer names, of this and of earlier incarnations; never of a later one."""
-        named = {(ref.incarnation, ref.version) for ref in self.head.versions} if self.head else set()
+        """Remove what HEAD no longer names and no reader has leased, of this and of earlier incarnations; never of a
+        later one."""
+        if self.head is None:
+            return
+        named = {(ref.incarnation, ref.version) for ref in self.head.versions}
+        newest = (self.head.newest.incarnation, self.head.newest.version)
         try:
-            for key in self._store.list(""):
-                owner, _, rest = key.partition("/v/")
-                version = rest.partition("/")[0]
-                if not owner.isdecimal() or not version.isdecimal() or int(owner) > self.incarnation:
-                    continue
-                if (int(owner), int(version)) not in named:
-                    self._store.delete(key)
+            entries = self._store.entries("")
+            for key in removable((entry.key for entry in entries), named, leased(self._store, entries), newest):
+                self._store.delete(key)
         except OSError as error:  # the version is published: that space is not freed must not undo it
             log.warning("old versions not removed", store=self._store.url, stream=self.name, error=str(error))
