@@ -20,7 +20,8 @@ from .interface import BadBatch
 class Example:
     """One rewarded sequence. `trained` int64 [K] are ascending positions >= 1 into `tokens` int64 [L]; `logprobs`
     float32 [K] and `versions` int32 [K] are the behaviour policy's, of those tokens; `group_*` are its group's reward
-    statistics, `weight` multiplies its loss."""
+    statistics, `weight` multiplies its loss, and tokens whose ratio to the behaviour policy leaves `ratio_range` have
+    none."""
 
     tokens: NDArray[np.int64]
     trained: NDArray[np.int64]
@@ -33,6 +34,7 @@ class Example:
     group_size: int
     weight: float
     group_id: str
+    ratio_range: tuple[float, float] | None = None
 
 
 def examples(batch: TrainBatch, model_id: str, vocab_size: int) -> list[Example]:
@@ -65,6 +67,8 @@ def _check(batch_id: str, sample: TrainSample, vocab_size: int) -> None:
         raise BadBatch(f"{where}: sampled at temperature {sequence.temperature}; only > 0 can be trained")
     if not np.isfinite([sample.group_mean, sample.group_std, sample.weight]).all():
         raise BadBatch(f"{where}: group statistics or weight are not finite")
+    if sample.ratio_range is not None and not 0 <= sample.ratio_range[0] <= 1 <= sample.ratio_range[1]:
+        raise BadBatch(f"{where}: the ratio's range {sample.ratio_range} does not contain 1")
 
 
 def _example(sample: TrainSample) -> Example:
@@ -83,4 +87,5 @@ def _example(sample: TrainSample) -> Example:
         group_size=sample.group_size,
         weight=sample.weight,
         group_id=sample.group_id,
+        ratio_range=sample.ratio_range,
     )

@@ -5,6 +5,7 @@ Invariant: row n of every column is the same token: examples in order, tokens in
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,10 +17,11 @@ from torch import Tensor
 from .advantages import Groups, normalized, token_advantages
 from .batch import Example
 from .config import AdvantageConfig, LossConfig
-from .losses import correction, kl_estimate
+from .losses import bounded_ratio, correction, kl_estimate
 
 TOKEN_COLUMNS = (
     "versions", "behaviour", "old", "advantages", "returns", "weights", "masked", "rejected", "reference", "values",
+    "bounds",
 )  # fmt: skip
 
 
@@ -30,7 +32,8 @@ class Columns:
     lengths int64 [S], samples float32 [S] (importance weights), versions int32 [N], on the CPU. On the model's device,
     float32 [N]: `behaviour` (the engine's log-probabilities), `old` (what the ratio is to: behaviour, or the trainer's
     before the batch), `advantages`, `weights` (correction, 1 without), `returns`, and where used `reference`
-    (log-probabilities) and `values` (the critic's). masked, rejected bool [N]: see `losses.Correction`.
+    (log-probabilities) and `values` (the critic's). masked, rejected bool [N]: see `losses.Correction`. `bounds`
+    float32 [N, 2], if any example has them: the least and largest ratio to the behaviour policy of a token that counts.
     """
 
     lengths: Tensor
@@ -45,6 +48,7 @@ class Columns:
     rejected: Tensor
     reference: Tensor | None = None
     values: Tensor | None = None
+    bounds: Tensor | None = None
 
     def cut(self, first: int, count: int) -> Columns:
         """Of examples `first` to `first` + `count`."""
@@ -55,6 +59,14 @@ class Columns:
             name: None if (column := getattr(self, name)) is None else column[tokens] for name in TOKEN_COLUMNS
         }
         return replace(self, lengths=self.lengths[examples], samples=self.samples[examples], **parts)
+
+    def inside(self, logprobs: Tensor, index: Tensor) -> Tensor | None:
+        """bool [M]: whether the ratio of each of the tokens `index`, whose log-probabilities are `logprobs` [M], is
+        within its bounds; None where there are no bounds."""
+        if self.bounds is None:
+            return None
+        ratio, bounds = bounded_ratio(logprobs.detach(), self.behaviour[index]), self.bounds[index]
+        return (ratio >= bounds[:, 0]) & (ratio <= bounds[:, 1])
 
     def sequences(self) -> Tensor:
         """int64 [N]: which example a token belongs to, on the device."""
@@ -106,8 +118,16 @@ def columns(
         rejected=flags,
         reference=reference,
         values=values,
+        bounds=_bounds(examples, torch.from_numpy(lengths), device),
     )
     if proximal is None:
         return result
     weights, masked, rejected = correction(proximal, behaviour, result.sequences(), loss)
     return replace(result, weights=weights, masked=masked, rejected=rejected)
+
+
+def _bounds(examples: Sequence[Example], lengths: Tensor, device: torch.device) -> Tensor | None:
+    if all(example.ratio_range is None for example in examples):
+        return None
+    ranges = torch.tensor([example.ratio_range or (0.0, math.inf) for example in examples])
+    return ranges.repeat_interleave(lengths, dim=0).to(device)

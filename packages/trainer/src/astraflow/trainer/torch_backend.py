@@ -175,6 +175,9 @@ class TorchBackend:
             ids = torch.unique(sequences[index], return_inverse=True)[1]
             inputs_of_loss = LossInputs(logprobs, table.old[index], table.advantages[index], ids)
             terms, ratio, clipped = self._loss.tokens(inputs_of_loss, bounds)
+            inside = table.inside(logprobs, index)
+            if inside is not None:
+                terms, clipped = terms * inside, clipped | ~inside
             terms = terms + self._regularisers(logprobs, entropy, table, index, result)
             loss = (weights[index] * terms).sum()
             with record.timed("backward"):

@@ -4,7 +4,7 @@ from .aggregate import aggregate_of, token_weights
 from .clipped import clipped_surrogate, m2po_range, mean_moment, second_moments
 from .correction import Correction, correction
 from .gspo import sequence_means
-from .interface import LossInputs, PolicyLoss, RatioRange, TokenLoss
+from .interface import LossInputs, PolicyLoss, RatioRange, TokenLoss, bounded_ratio
 from .kl import kl_estimate
 from .load import LossFunction, load_loss
 
@@ -16,6 +16,7 @@ __all__ = [
     "RatioRange",
     "TokenLoss",
     "aggregate_of",
+    "bounded_ratio",
     "clipped_surrogate",
     "correction",
     "kl_estimate",
