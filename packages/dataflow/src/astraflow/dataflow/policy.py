@@ -178,8 +178,8 @@ class PolicyStream:
         self._stale_in_a_row += stale
         if self._stale_in_a_row >= self._patience:
             self._failure = (
-                f"policy {self.feed.model_id!r}: {self._stale_in_a_row} sequences in a row were older than "
-                f"max_staleness {self.feed.max_staleness} at version {version}; do the workers get new weights?"
+                f"policy {self.feed.model_id!r}: {self._stale_in_a_row} sequences in a row were more than "
+                f"{self._serving.limit} versions old at version {version}; do the workers get new weights?"
             )
         return self._serving.units >= (1 if tail else self._serving.fresh_needed(version))
 
