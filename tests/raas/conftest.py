@@ -79,6 +79,8 @@ class CharTokenizer:
 class ArraySink:
     """One float32 array as a sink."""
 
+    whole_frames = False
+
     def __init__(self) -> None:
         self.values = np.zeros(8, dtype=np.float32)
         self._staged: NDArray[np.float32] | None = None
@@ -87,9 +89,8 @@ class ArraySink:
     def state(self) -> SinkState:
         return self._state
 
-    def base(self, name: str) -> NDArray[np.uint8]:
-        held = self.values if self._staged is None else self._staged
-        return held.view(np.uint8)
+    def read(self, name: str, offset: int, into: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        return self.values.view(np.uint8)[offset : offset + into.size]
 
     def begin(self, layout: Sequence[TensorSpec]) -> None:
         self._staged = self.values.copy()

@@ -105,17 +105,18 @@ async def test_a_commit_that_fails_half_way_puts_the_old_bytes_back(
 
 
 @pytest.mark.usefixtures("kind")
-async def test_the_base_shows_what_is_staged() -> None:
+async def test_what_is_staged_shows_when_it_is_committed() -> None:
     live = np.arange(10, dtype=np.uint16)
     sink = TensorSink({"t": torch.from_numpy(live.view(np.int16))})
     [spec] = sink._specs.values()
     sink.begin([spec])
     sink.stage_sparse("t", 4, 2, np.array([0, 3]), np.array([100, 200], np.uint16).view(np.uint8))
     sink.stage_dense("t", 0, np.array([7, 7], np.uint16).view(np.uint8))
-    assert sink.base("t").view(np.uint16).tolist() == [7, 7, 100, 3, 4, 200, 6, 7, 8, 9]
-    assert live.tolist() == list(range(10))
+    room = np.zeros(20, np.uint8)
+    assert sink.read("t", 0, room).view(np.uint16).tolist() == live.tolist() == list(range(10))
     sink.commit(SinkState(digest="x", version=1))
     assert live.tolist() == [7, 7, 100, 3, 4, 200, 6, 7, 8, 9]
+    assert sink.read("t", 4, room[:6]).view(np.uint16).tolist() == [100, 3, 4]
 
 
 async def test_a_full_pull_of_the_same_weights_stages_nothing(memory: MemoryStore) -> None:

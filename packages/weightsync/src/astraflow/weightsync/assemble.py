@@ -12,11 +12,12 @@ import blake3
 import numpy as np
 import xxhash
 
-from .codecs import Change, apply, changed_elements, sparse_is_smaller
-from .interface import Bytes, CorruptVersion, Store, WeightSyncError, WrongBase
+from .codecs import Change, decode, sparse_is_smaller, write
+from .interface import Bytes, CorruptVersion, Sink, Store, WeightSyncError, WrongBase
 from .layout import ITEMSIZE, cut, elements
 from .manifest import FrameRecord, Manifest, VersionRef, decode_manifest, manifest_key, part_key
 from .plan import Path
+from .seconds import Seconds
 
 
 class Span(NamedTuple):
@@ -31,7 +32,8 @@ Spans = dict[int, Span]
 
 
 class Assembler:
-    """Makes the frames of a path's target. Immutable once made: frames can be assembled in several threads.
+    """Makes the frames of a path's target. Immutable once made: frames can be assembled in several threads. `seconds`
+    counts transfer, verify, decode and apply.
 
     Reads the path's manifests when made. Raises CorruptVersion, or FileNotFoundError where retention was faster.
     """
@@ -41,6 +43,7 @@ class Assembler:
         self.target = manifests[path.target]
         self.layout = self.target.layout
         self.frames = cut(self.layout, self.target.frame_bytes)
+        self.seconds = Seconds()
         self._store = store
         self._anchor = manifests[path.anchor] if path.anchor is not None else None
         self._deltas = [manifests[ref] for ref in path.deltas]
@@ -55,74 +58,113 @@ class Assembler:
 
     def spans(self, group: range) -> list[Spans]:
         """The payloads of the frames in `group`, one read per part of each delta."""
-        return [_read_spans(self._store, manifest, group) for manifest in self._deltas]
+        with self.seconds.of("transfer"):
+            return [_read_spans(self._store, manifest, group) for manifest in self._deltas]
 
-    def change(self, position: int, spans: list[Spans], base: Bytes | None, scratch: Bytes) -> Change | None:
+    def change(self, position: int, spans: list[Spans], sink: Sink, room: Bytes) -> Change | None:
         """The frame at `position`; None if the sink's stays as it is.
 
-        `base` uint8 is the sink's frame, None where the path starts from an anchor. `scratch` uint8 has room for a
-        frame; nothing that is returned lies in it. Raises CorruptVersion, WrongBase.
+        `room` uint8 is of the frame's size and to be written in. What is returned lies in it where the sink wants whole
+        frames, else never. Raises CorruptVersion, WrongBase.
         """
         if self._anchor is not None:
-            start = self._anchor_frame(position)
-            current, _ = self._follow(position, spans, start, self._anchor.frames[position].dense, scratch)
-            return Change(None, current if current is start else current.copy())
-        assert base is not None
-        current, only = self._follow(position, spans, base, b"", scratch)
-        if current is base:
+            start, verified = self._from_anchor(position), self._anchor.frames[position].dense
+        else:
+            start, verified = self._from_sink(position, sink, room), b""
+        current, changes = self._follow(position, spans, start, verified, room)
+        if self._anchor is not None:
+            return Change(None, current.copy() if changes and not sink.whole_frames else current)
+        if not changes:
             return None
+        return Change(None, current) if sink.whole_frames else self._changed(position, changes, current)
+
+    def _changed(self, position: int, changes: list[Change], current: Bytes) -> Change:
+        """What `changes` make of a frame, outside `current`."""
         itemsize = ITEMSIZE[self._dtype(position)]
-        if only is not None and only.at is not None and sparse_is_smaller(len(only.at), itemsize, len(base)):
-            return only
-        index = changed_elements(base, current, itemsize)
-        if sparse_is_smaller(len(index), itemsize, len(base)):
-            return Change(index, elements(current, itemsize)[index].view(np.uint8))
-        return Change(None, current.copy())
+        at = [change.at for change in changes if change.at is not None]
+        if len(at) < len(changes) or not sparse_is_smaller(sum(map(len, at)), itemsize, len(current)):
+            return Change(None, current.copy())
+        if len(changes) == 1:
+            return changes[0]
+        touched = np.unique(np.concatenate(at))
+        return Change(touched, elements(current, itemsize)[touched].view(np.uint8))
 
     def _follow(
-        self, position: int, spans: list[Spans], start: Bytes, verified: bytes, scratch: Bytes
-    ) -> tuple[Bytes, Change | None]:
-        """`start` (whose digest is `verified`, if known) through the deltas, into `scratch` where one changes it.
-
-        Also that change, where it is the only one.
-        """
-        current, changes = start, []
+        self, position: int, spans: list[Spans], start: Bytes, verified: bytes, room: Bytes
+    ) -> tuple[Bytes, list[Change]]:
+        """`start` (whose digest is `verified`, if known) through the deltas that change it, in `room`; and what they
+        change."""
+        current = start
+        changes: list[Change] = []
         for manifest, span in zip(self._deltas, spans, strict=True):
             record = manifest.frames[position]
             if record.size:
-                if current is start:
-                    current = scratch[: len(start)]
-                    current[:] = start
-                payload = _payload(manifest, record, span)
-                try:
-                    changes.append(apply(record.codec, record.changed, payload, current, self._dtype(position)))
-                except CorruptVersion as error:  # the payload is the publisher's, so it is the base that is not
-                    raise self._mismatch(position, manifest) from error
+                payload = self._payload(manifest, record, span)
+                current = self._apply(position, manifest, payload, current, room, changes)
             elif record.dense == verified:
                 continue
             self._verify(current, record, position, manifest)
             verified = record.dense
         if not verified:
             self._verify(current, self.target.frames[position], position, self.target)
-        return current, changes[0] if len(changes) == 1 else None
+        return current, changes
+
+    def _apply(
+        self, position: int, manifest: Manifest, payload: memoryview, current: Bytes, room: Bytes, changes: list[Change]
+    ) -> Bytes:
+        record, dtype = manifest.frames[position], self._dtype(position)
+        with self.seconds.of("decode"):
+            try:
+                change = decode(record.codec, record.changed, payload, current, dtype)
+            except CorruptVersion as error:  # the payload is the publisher's, so it is the base that is not
+                raise self._mismatch(position, manifest) from error
+        changes.append(change)
+        with self.seconds.of("apply"):
+            if change.at is None:
+                return change.data
+            if not np.may_share_memory(current, room):
+                room[:] = current
+            write(change, room, dtype)
+        return room
 
     def _dtype(self, position: int) -> str:
         return self.layout[self.frames[position].tensor].dtype
 
-    def _anchor_frame(self, position: int) -> Bytes:
+    def _from_sink(self, position: int, sink: Sink, room: Bytes) -> Bytes:
+        frame = self.frames[position]
+        with self.seconds.of("apply"):
+            return sink.read(self.layout[frame.tensor].name, frame.offset, room)
+
+    def _from_anchor(self, position: int) -> Bytes:
         manifest, frame = self._anchor, self.frames[position]
         assert manifest is not None
         name, start = self._placed[frame.tensor]
         key = part_key(manifest.incarnation, manifest.version, name)
-        data = self._store.read(key, start + frame.offset, frame.length)
-        if len(data) != frame.length or blake3.blake3(data).digest() != manifest.frames[position].anchor:
+        with self.seconds.of("transfer"):
+            data = self._store.read(key, start + frame.offset, frame.length)
+        with self.seconds.of("verify"):
+            intact = len(data) == frame.length and blake3.blake3(data).digest() == manifest.frames[position].anchor
+        if not intact:
             raise CorruptVersion(f"{self._store.url}/{key} is damaged at tensor {self.layout[frame.tensor].name!r}")
         dense = np.frombuffer(data, np.uint8)
         self._verify(dense, manifest.frames[position], position, manifest)
         return dense
 
+    def _payload(self, manifest: Manifest, record: FrameRecord, spans: Spans) -> memoryview:
+        span = spans[record.part]
+        start = record.position - span.start
+        payload = span.data[start : start + record.size]
+        with self.seconds.of("verify"):
+            intact = len(payload) == record.size and blake3.blake3(payload).digest() == record.payload
+        if not intact:
+            key = part_key(manifest.incarnation, manifest.version, manifest.deltas[record.part].name)
+            raise CorruptVersion(f"{key} is damaged at bytes {record.position} to {record.position + record.size}")
+        return payload
+
     def _verify(self, dense: Bytes, record: FrameRecord, position: int, manifest: Manifest) -> None:
-        if xxhash.xxh3_128_digest(dense.data) != record.dense:
+        with self.seconds.of("verify"):
+            intact = xxhash.xxh3_128_digest(dense.data) == record.dense
+        if not intact:
             raise self._mismatch(position, manifest)
 
     def _mismatch(self, position: int, manifest: Manifest) -> WeightSyncError:
@@ -158,13 +200,3 @@ def _read_spans(store: Store, manifest: Manifest, group: range) -> Spans:
         key = part_key(manifest.incarnation, manifest.version, manifest.deltas[part].name)
         spans[part] = Span(start, memoryview(store.read(key, start, end - start)))
     return spans
-
-
-def _payload(manifest: Manifest, record: FrameRecord, spans: Spans) -> memoryview:
-    span = spans[record.part]
-    start = record.position - span.start
-    payload = span.data[start : start + record.size]
-    if len(payload) != record.size or blake3.blake3(payload).digest() != record.payload:
-        key = part_key(manifest.incarnation, manifest.version, manifest.deltas[record.part].name)
-        raise CorruptVersion(f"{key} is damaged at bytes {record.position} to {record.position + record.size}")
-    return payload

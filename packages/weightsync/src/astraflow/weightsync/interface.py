@@ -170,18 +170,22 @@ class SinkState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sink(Protocol):
-    """Where pulled weights go. Methods block: call them from a thread. Calls never overlap.
+    """Where pulled weights go. Methods block: call them from a thread. Calls never overlap, but for `read` and
+    `stage_*` of different frames.
 
     `stage_*` prepare changes while the old weights serve; `commit` makes them current all at once and is short; if it
-    raises, the old weights are in place. `abort` forgets what was staged, if anything. The arrays handed to `stage_*`
-    are read-only and stay as they are, so a sink may keep them.
+    raises, the old weights are in place. `abort` forgets what was staged, if anything.
     """
+
+    whole_frames: bool
+    """True: each changed frame is staged whole, in an array that is the sink's only until `stage_dense` returns. False:
+    only the elements that change, where that is less; the arrays stay as they are, so the sink may keep them."""
 
     def state(self) -> SinkState: ...
 
-    def base(self, name: str) -> Bytes:
-        """The current dense bytes of a tensor, what was staged under this name included; a view or a copy, uint8
-        [nbytes]."""
+    def read(self, name: str, offset: int, into: Bytes) -> Bytes:
+        """Bytes [offset, offset + len(into)) of a tensor, as they are before what is staged: `into`, filled, or a view
+        of the sink's own memory, which nobody writes to."""
         ...
 
     def begin(self, layout: Sequence[TensorSpec]) -> None:

@@ -8,20 +8,16 @@ from __future__ import annotations
 
 import threading
 import time
-from functools import partial
 
 import anyio
 import anyio.to_thread
-import numpy as np
 
 from .assemble import Assembler
-from .codecs import Change
 from .interface import CorruptVersion, PullReport, Sink, SinkState, Store, TransferMode, WeightSyncError
-from .layout import ITEMSIZE, group_frames
 from .leases import lease
 from .manifest import HEAD, Head, decode_head
 from .plan import Path, choose
-from .workers import run_all
+from .staging import stage
 
 _ATTEMPTS = 5
 """Retention may remove a version while it is read; the newest one is then read instead, this often."""
@@ -141,7 +137,8 @@ class Puller:
     async def _attempt(self, path: Path) -> bool:
         """False if it was removed meanwhile."""
         try:
-            await self._stage(path)
+            assembler = await anyio.to_thread.run_sync(Assembler, self._store, path)
+            await stage(assembler, self._sink)
         except FileNotFoundError as gone:
             head = await anyio.to_thread.run_sync(self._head)
             if head is None or not path.versions <= set(head.versions):
@@ -153,36 +150,3 @@ class Puller:
             raise
         self._distrust = False
         return True
-
-    async def _stage(self, path: Path) -> None:
-        assembler = await anyio.to_thread.run_sync(Assembler, self._store, path)
-        groups = group_frames(assembler.frames, assembler.target.frame_bytes, whole_tensors=True)
-        try:
-            await anyio.to_thread.run_sync(self._sink.begin, assembler.layout)
-            await run_all(partial(self._stage_group, assembler, threading.Lock()), groups)
-        except BaseException:
-            with anyio.CancelScope(shield=True):
-                await anyio.to_thread.run_sync(self._sink.abort)
-            raise
-
-    def _stage_group(self, assembler: Assembler, sink_lock: threading.Lock, group: range) -> None:
-        spans = assembler.spans(group)
-        scratch = np.empty(max(assembler.frames[position].length for position in group), np.uint8)
-        name, dense = "", None
-        for position in group:
-            frame = assembler.frames[position]
-            spec = assembler.layout[frame.tensor]
-            if not assembler.from_anchor and spec.name != name:
-                with sink_lock:
-                    name, dense = spec.name, self._sink.base(spec.name)
-            base = dense[frame.offset : frame.offset + frame.length] if dense is not None else None
-            change = assembler.change(position, spans, base, scratch)
-            if change is not None:
-                with sink_lock:
-                    self._put(spec.name, frame.offset, ITEMSIZE[spec.dtype], change)
-
-    def _put(self, name: str, offset: int, itemsize: int, change: Change) -> None:
-        if change.at is None:
-            self._sink.stage_dense(name, offset, change.data)
-        else:
-            self._sink.stage_sparse(name, offset, itemsize, change.at, change.data)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from .files import sync_directory, write_all, write_atomically
 from .interface import Bytes, CorruptVersion, SinkState, TensorSpec
-from .layout import check_layout, dense_bytes, elements, offsets, safetensors_header
+from .layout import check_layout, dense_bytes, offsets, safetensors_header
 
 _MODEL = "model.safetensors"
 _STATE = "state.msgpack"
@@ -40,7 +40,6 @@ class _Copy:
         self.header = safetensors_header(layout)
         self.bytes = len(self.header) + dense_bytes(layout)
         self._starts = dict(zip((spec.name for spec in layout), offsets(layout), strict=True))
-        self._sizes = {spec.name: spec.nbytes for spec in layout}
 
     @property
     def path(self) -> Path:
@@ -49,18 +48,14 @@ class _Copy:
     def where(self, name: str, offset: int = 0) -> int:
         return len(self.header) + self._starts[name] + offset
 
-    def dense(self, name: str) -> Bytes:
-        """A view of the file."""
-        if not self._sizes[name]:
-            return np.empty(0, np.uint8)
-        return np.memmap(self.path, np.uint8, "r", self.where(name), (self._sizes[name],))
-
 
 class SafetensorsSink:
     """`directory/current/model.safetensors`, and what it holds in `state.msgpack` beside it. One writer a directory.
 
     Takes any layout. Survives a restart: what was committed last is what it holds.
     """
+
+    whole_frames = True
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self._root = Path(directory)
@@ -76,11 +71,12 @@ class SafetensorsSink:
     def state(self) -> SinkState:
         return self._state
 
-    def base(self, name: str) -> Bytes:
-        copy = self._staged or self._current
-        if copy is None:
+    def read(self, name: str, offset: int, into: Bytes) -> Bytes:
+        if self._current is None or self._staged is None:
             raise CorruptVersion(f"{self._root} holds no weights that a delta could start from")
-        return copy.dense(name)
+        if os.preadv(self._descriptor, [into.data], self._staged.where(name, offset)) != len(into):
+            raise CorruptVersion(f"{self._staged.path} is shorter than its tensors")
+        return into
 
     def begin(self, layout: Sequence[TensorSpec]) -> None:
         self.abort()
@@ -101,12 +97,7 @@ class SafetensorsSink:
         write_all(self._descriptor, data.data, self._staged.where(name, offset))
 
     def stage_sparse(self, name: str, offset: int, itemsize: int, index: NDArray[np.int64], data: Bytes) -> None:
-        """Rewrites the stretch from the first changed element to the last."""
-        assert self._staged is not None
-        first, last = int(index.min()) * itemsize, (int(index.max()) + 1) * itemsize
-        patched = np.array(self._staged.dense(name)[offset + first : offset + last])
-        elements(patched, itemsize)[index - first // itemsize] = elements(data, itemsize)
-        write_all(self._descriptor, patched.data, self._staged.where(name, offset + first))
+        raise AssertionError("this sink is given whole frames")
 
     def commit(self, state: SinkState) -> None:
         staged = self._staged

@@ -28,8 +28,8 @@ class Target(Protocol):
 
     key: Key
 
-    def read(self) -> Bytes:
-        """Its bytes [nbytes], a view or a copy."""
+    def read(self, offset: int, length: int) -> Bytes:
+        """Its bytes from `offset` on, a view or a copy."""
         ...
 
     def prepare(self, offset: int, itemsize: int, index: Index | None, data: Bytes) -> tuple[Write, Write]:
@@ -48,8 +48,8 @@ class HostTarget:
         self._live = live
         self.key = ("cpu", live.__array_interface__["data"][0], len(live))
 
-    def read(self) -> Bytes:
-        return self._live
+    def read(self, offset: int, length: int) -> Bytes:
+        return self._live[offset : offset + length]
 
     def prepare(self, offset: int, itemsize: int, index: Index | None, data: Bytes) -> tuple[Write, Write]:
         if index is None:
@@ -81,10 +81,10 @@ class DeviceTarget:
         self._integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
         self.key = (str(tensor.device), tensor.data_ptr(), tensor.numel() * tensor.element_size())
 
-    def read(self) -> Bytes:
+    def read(self, offset: int, length: int) -> Bytes:
         import torch
 
-        dense: Bytes = self._flat.view(torch.uint8).cpu().numpy()
+        dense: Bytes = self._flat.view(torch.uint8)[offset : offset + length].cpu().numpy()
         return dense
 
     def prepare(self, offset: int, itemsize: int, index: Index | None, data: Bytes) -> tuple[Write, Write]:
@@ -125,6 +125,8 @@ class TensorSink:
     two commits. Holds the staged changes and what they replace, besides the tensors.
     """
 
+    whole_frames = False
+
     def __init__(self, tensors: Mapping[str, Any]) -> None:
         self._specs = {name: spec_of(name, tensor) for name, tensor in tensors.items()}
         self._targets = {name: _target(name, tensor) for name, tensor in tensors.items()}
@@ -135,17 +137,8 @@ class TensorSink:
     def state(self) -> SinkState:
         return self._state
 
-    def base(self, name: str) -> Bytes:
-        dense = self._targets[name].read()
-        if name not in self._changes:
-            return dense
-        dense = dense.copy()
-        for change in self._changes[name].values():
-            if change.at is None:
-                dense[change.offset : change.offset + len(change.data)] = change.data
-            else:
-                elements(dense[change.offset :], change.itemsize)[change.at] = elements(change.data, change.itemsize)
-        return dense
+    def read(self, name: str, offset: int, into: Bytes) -> Bytes:
+        return self._targets[name].read(offset, len(into))
 
     def begin(self, layout: Sequence[TensorSpec]) -> None:
         self.abort()
@@ -170,7 +163,7 @@ class TensorSink:
         itemsize = ITEMSIZE[self._specs[name].dtype]
         target = self._targets[name]
         if isinstance(target, HostTarget):
-            index = changed_elements(target.read()[offset : offset + len(data)], data, itemsize)
+            index = changed_elements(target.read(offset, len(data)), data, itemsize)
             if not len(index):
                 return
             if sparse_is_smaller(len(index), itemsize, len(data)):

@@ -12,7 +12,7 @@ Bits are compared and restored, never values: NaN payloads and the sign of zero 
 """
 
 from .changes import Index, changed_elements, sparse_is_smaller
-from .decode import Change, apply, decode
+from .decode import Change, apply, decode, write
 from .encode import encode
 from .kinds import CODECS, GAP_XOR, L0, L2, NAMES, PLANES, RAW, Codec, Encoded
 
@@ -33,4 +33,5 @@ __all__ = [
     "decode",
     "encode",
     "sparse_is_smaller",
+    "write",
 ]

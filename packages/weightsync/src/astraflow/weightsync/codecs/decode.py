@@ -55,9 +55,14 @@ def apply(codec: int, changed: int, payload: bytes | memoryview, frame: Bytes, d
     Raises CorruptVersion; the frame is as it was then.
     """
     change = decode(codec, changed, payload, frame, dtype)
+    write(change, frame, dtype)
+    return change
+
+
+def write(change: Change, frame: Bytes, dtype: str) -> None:
+    """Into `frame` (uint8, writable)."""
     if change.at is None:
         frame[:] = change.data
     else:
         itemsize = ITEMSIZE[dtype]
         elements(frame, itemsize)[change.at] = elements(change.data, itemsize)
-    return change
