@@ -122,9 +122,16 @@ class Kit:
         sequences = tuple(self.sequence(name, reward, at.get(name, 0)) for name, reward in rewards.items())
         return Trajectory(sequences=sequences, **fields)
 
-    def result(self, task: RolloutTask, index: int, trajectory: Trajectory, worker: str = "w0") -> SampleResult:
+    def result(
+        self, task: RolloutTask, index: int, trajectory: Trajectory, worker: str = "w0", **fields: Any
+    ) -> SampleResult:
         return SampleResult(
-            task_id=task.task_id, sample_index=index, attempt=task.attempt, worker_id=worker, trajectory=trajectory
+            task_id=task.task_id,
+            sample_index=index,
+            attempt=task.attempt,
+            worker_id=worker,
+            trajectory=trajectory,
+            **fields,
         )
 
     def config(

@@ -110,14 +110,14 @@ def test_equal_rewards_have_exactly_no_spread(kit: Any) -> None:
     made = policy_group(group_of(kit, *(kit.trajectory({"a": 0.1}) for _ in range(7))), "a")
     assert {s.group_std for s in made.samples} == {0.0}
     left, dropped = dynamic_sampling().apply(made)
-    assert (left.samples, dropped) == ((), {"zero_advantage": 7})
+    assert (left.samples, dropped) == ((), {"zero_advantage": [f"t/{index}.0" for index in range(7)]})
 
 
 def test_the_zero_advantage_filter_is_per_policy(kit: Any) -> None:
     group = group_of(kit, kit.trajectory({"a": 0.0, "b": 1.0}), kit.trajectory({"a": 1.0, "b": 1.0}))
     chain = dynamic_sampling()
     assert chain.apply(policy_group(group, "a")) == (policy_group(group, "a"), {})
-    assert chain.apply(policy_group(group, "b"))[1] == {"zero_advantage": 2}
+    assert chain.apply(policy_group(group, "b"))[1] == {"zero_advantage": ["t/0.1", "t/1.1"]}
     assert policy_group(group, "c").samples == ()
 
 
@@ -135,7 +135,7 @@ def test_a_reward_that_is_no_number_is_malformed(kit: Any, reward: float) -> Non
 def test_order(kit: Any, order: Any, first: str) -> None:
     buffer = a_buffer(order)
     for name, version in zip("abcde", (4, 2, 5, 3, 4), strict=True):
-        assert buffer.add(a_sample(kit, version, name), 9) == 0
+        assert buffer.add(a_sample(kit, version, name), 9)[1] == []
     assert "".join(entry.sample.sample_id for entry in buffer.take(2)) == first
     assert len(buffer) == 3
 
@@ -144,15 +144,15 @@ def test_staleness_at_its_bound(kit: Any) -> None:
     buffer = a_buffer()
     for version in (0, 1, 2, 3):
         buffer.add(a_sample(kit, version), 9)
-    assert buffer.drop_stale(2 - 2) == 0, "version 0 counts like any other"
-    assert buffer.drop_stale(4 - 2) == 2
+    assert not buffer.drop_stale(2 - 2), "version 0 counts like any other"
+    assert [entry.oldest for entry in buffer.drop_stale(4 - 2)] == [0, 1]
     assert [entry.oldest for entry in buffer.take(9)] == [2, 3]
 
 
 def test_a_full_buffer_drops_its_oldest(kit: Any) -> None:
     buffer = a_buffer(bound=6)
-    dropped = [buffer.add(a_sample(kit, version, str(version)), 99) for version in range(10)]
-    assert sum(dropped) == 4
+    dropped = [buffer.add(a_sample(kit, version, str(version)), 99)[1] for version in range(10)]
+    assert [entry.oldest for gone in dropped for entry in gone] == [0, 1, 2, 3]
     assert len(buffer) == 6
     assert [entry.sample.sample_id for entry in buffer.take(2)] == ["4", "5"]
 
@@ -163,7 +163,7 @@ def test_abandoned_versions_count_as_the_point_gone_back_to(kit: Any) -> None:
         buffer.add(a_sample(kit, version), 9)
     buffer.rebase(5)
     buffer.add(a_sample(kit, 8), 5)
-    assert buffer.drop_stale(7 - 1) == 4
+    assert len(buffer.drop_stale(7 - 1)) == 4
 
 
 def test_the_published_pool_rule() -> None:

@@ -60,6 +60,7 @@ from .interface import (
     WatchRequest,
     WorkerStats,
 )
+from .journal import Journal, JournalError, open_journal
 from .observer import Observer
 from .service import Dataflow
 from .sources import EvalSuite, ListSource, PromptSource
@@ -90,6 +91,8 @@ __all__ = [
     "FinishReason",
     "Heartbeat",
     "HeartbeatReply",
+    "Journal",
+    "JournalError",
     "LeaseReply",
     "LeaseRequest",
     "LengthCount",
@@ -135,6 +138,7 @@ __all__ = [
     "WorkerStatus",
     "advantage_of",
     "gym_dataset",
+    "open_journal",
     "pool_target",
     "read_state",
     "reward_of",

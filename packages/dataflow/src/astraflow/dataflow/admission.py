@@ -22,6 +22,12 @@ class YieldAverage:
     def add(self, sequences: int) -> None:
         self._average += SMOOTHING * (sequences - self._average)
 
+    def state(self) -> float:
+        return self._average
+
+    def restore(self, average: float) -> None:
+        self._average = average
+
     @property
     def value(self) -> float:
         return max(1.0, self._average)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter
+from collections.abc import Sequence
 
 from .algorithms.batching import BatchBy, first_units, unit_key
 from .algorithms.entry import Entry
@@ -38,31 +39,41 @@ class PolicyBuffer:
         """What is held, counted as batches count."""
         return len(self._sizes)
 
-    def add(self, sample: TrainSample, newest_version: int) -> int:
-        """Take a sequence, counting tokens of versions above `newest_version` as that one. Returns how many were
-        dropped to make room."""
+    @property
+    def arrivals(self) -> int:
+        """How many sequences came so far."""
+        return self._arrivals
+
+    def restore(self, entries: Sequence[Entry], arrivals: int) -> None:
+        """Hold these and no others; `arrivals` have come so far."""
+        self._entries = sorted(entries, key=_age)
+        self._sizes = Counter(unit_key(entry, self._by) for entry in self._entries)
+        self._arrivals = arrivals
+
+    def add(self, sample: TrainSample, newest_version: int) -> tuple[Entry, list[Entry]]:
+        """Take a sequence, counting tokens of versions above `newest_version` as that one. Returns it as it is kept,
+        and what was dropped to make room."""
         self._arrivals += 1
         entry = Entry(min(sample.sequence.oldest_version, newest_version), self._arrivals, sample)
         insort(self._entries, entry, key=_age)
         self._sizes[unit_key(entry, self._by)] += 1
-        dropped = 0
+        dropped: list[Entry] = []
         while self.units > self._bound:
-            dropped += len(self._remove(first_units(self._entries, 1, self._by)))
-        return dropped
+            dropped += self._remove(first_units(self._entries, 1, self._by))
+        return entry, dropped
 
     def rebase(self, version: int) -> None:
         """The trainer went back to `version`: what abandoned later versions sampled counts as that one's."""
         rebased = (Entry(min(entry.oldest, version), entry.arrival, entry.sample) for entry in self._entries)
         self._entries = sorted(rebased, key=_age)
 
-    def drop_stale(self, oldest_allowed: int) -> int:
-        """Forget the units with a sequence of a version below `oldest_allowed`; returns how many sequences that
-        was."""
+    def drop_stale(self, oldest_allowed: int) -> list[Entry]:
+        """Forget the units with a sequence of a version below `oldest_allowed`; returns their sequences."""
         stale = bisect_left(self._entries, oldest_allowed, key=lambda entry: entry.oldest)
         if stale == 0:
-            return 0
+            return []
         old = {unit_key(entry, self._by) for entry in self._entries[:stale]}
-        return len(self._remove([entry for entry in self._entries if unit_key(entry, self._by) in old]))
+        return self._remove([entry for entry in self._entries if unit_key(entry, self._by) in old])
 
     def take(self, count: int) -> list[Entry]:
         """Remove and return the sequences of up to `count` units in the policy's order."""

@@ -95,7 +95,8 @@ class DataflowConfig(msgspec.Struct, frozen=True, kw_only=True):
     heard of for `worker_grace_s` seconds, waiting trainers fail. `selectors` and `filters` are the data
     algorithms before and after rollout, in the order in which they run (docs/data_algorithms.md); after
     `max_dropped_batches` batches' worth of consecutive groups that gave a policy nothing, its trainer fails.
-    `synchronous`: generate, train and sync in turn. Rates and means are taken over the last `window_s` seconds.
+    `synchronous`: generate, train and sync in turn. Rates and means are taken over the last `window_s` seconds. Batches
+    since the oldest of a trainer's last `keep_checkpoints` checkpoints can be served again.
     """
 
     policies: tuple[PolicyFeed, ...]
@@ -114,10 +115,11 @@ class DataflowConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_dropped_batches: int = 20
     synchronous: bool = False
     window_s: float = 120.0
+    keep_checkpoints: int = 2
 
     def __post_init__(self) -> None:
         _at_least(1, n_samples=self.n_samples, max_attempts=self.max_attempts)
-        _at_least(1, max_dropped_batches=self.max_dropped_batches)
+        _at_least(1, max_dropped_batches=self.max_dropped_batches, keep_checkpoints=self.keep_checkpoints)
         for name in ("task_deadline_s", "worker_silence_s", "window_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}: it must be positive, in seconds")

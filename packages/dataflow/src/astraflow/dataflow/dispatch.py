@@ -14,6 +14,7 @@ import msgspec
 
 from .config import DataflowConfig
 from .interface import LeaseRequest, Prompt, RolloutTask
+from .journal import Closed, Leased, OldTask, Opened, Record
 from .leases import LeaseBook
 from .sources import PromptSource
 from .tasks import OpenTask, TaskBoard
@@ -23,11 +24,21 @@ SWEEP_S = 0.05
 """Leases and workers are looked through at most this often."""
 
 
-class Dispatch:
-    """The open tasks, the leases on them and the workers that hold them."""
+class DispatchState(msgspec.Struct, frozen=True, kw_only=True):
+    """What survives a restart beside the open tasks and the source."""
 
-    def __init__(self, config: DataflowConfig, source: PromptSource, now: float) -> None:
+    drawn: int
+    exhausted: bool
+
+
+class Dispatch:
+    """The open tasks, the leases on them and the workers that hold them. `record` takes down what becomes of tasks."""
+
+    def __init__(
+        self, config: DataflowConfig, source: PromptSource, now: float, record: Callable[[Record], None]
+    ) -> None:
         self._config = config
+        self._record = record
         self._source = source
         self._drawn = 0
         self.exhausted = False
@@ -73,8 +84,31 @@ class Dispatch:
             training and not self.exhausted and room(self.tasks.training)
         )
 
+    def state(self) -> DispatchState:
+        return DispatchState(drawn=self._drawn, exhausted=self.exhausted)
+
+    def restore(self, state: DispatchState, tasks: Iterable[OldTask], now: float) -> None:
+        """Go on from there: a task is held by the worker that had it last, which may not have noticed anything."""
+        self._drawn, self.exhausted = state.drawn, state.exhausted
+        for old in tasks:
+            task = OpenTask(old.task, evaluation=old.evaluation)
+            task.newest_version = dict(old.newest_version)
+            task.last_worker = old.worker_id
+            for index, trajectory in old.trajectories.items():
+                task.settle(index, trajectory, old.errors.get(index, ""))
+            self.tasks.add(task, waiting=not old.worker_id)
+            if old.worker_id:
+                self.leases.grant(old.task.task_id, old.worker_id, now, old.task.deadline_s, old.task.limit_s)
+                self.sweep_by(now + min(old.task.deadline_s, self._config.worker_silence_s))
+
+    def open(self, task: OpenTask) -> None:
+        """The task exists from now on."""
+        self.tasks.add(task, waiting=task.task.purpose == "eval")
+        self._record(Opened(task.task, task.evaluation))
+
     def end(self, task: OpenTask) -> None:
         """The task is complete or given up."""
+        self._record(Closed(task.task.task_id))
         self.tasks.close(task)
         self.leases.end(task.task.task_id)
 
@@ -107,6 +141,7 @@ class Dispatch:
         least = versions if task.task.purpose == "train" and self._config.synchronous else task.task.min_versions
         task.task = msgspec.structs.replace(task.task, versions=versions, min_versions=least)
         task.last_worker = worker_id
+        self._record(Leased(task.task.task_id, worker_id, task.task.attempt))
         self.leases.grant(task.task.task_id, worker_id, now, task.task.deadline_s, task.task.limit_s)
         self.sweep_by(now + min(task.task.deadline_s, self._config.worker_silence_s))
         return task.task
@@ -136,5 +171,5 @@ class Dispatch:
                 limit_s=self._config.limit_s,
             )
         )
-        self.tasks.add(task)
+        self.open(task)
         return task

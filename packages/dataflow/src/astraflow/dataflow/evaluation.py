@@ -110,6 +110,22 @@ class SuiteRun:
         )
 
 
+class EndedEvaluation:
+    """An evaluation of which only its figures are left."""
+
+    finished = True
+
+    def __init__(self, figures: Evaluation) -> None:
+        self.changed = Signal()
+        self._figures = figures
+
+    def add(self, group: RolloutGroup) -> None:
+        """It has ended: what still comes is late."""
+
+    def report(self) -> Evaluation:
+        return self._figures
+
+
 class EvaluationRun:
     """One labelled evaluation of several suites, at `versions` of the policies or newer."""
 

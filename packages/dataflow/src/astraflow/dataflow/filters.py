@@ -26,18 +26,21 @@ class FilterChain:
         self._seen: Counter[str] = Counter()
         self._dropped: Counter[str] = Counter()
 
-    def apply(self, group: PolicyGroup) -> tuple[PolicyGroup, Counter[str]]:
-        """What is left of the group, and how many sequences were dropped by which filter."""
-        dropped: Counter[str] = Counter()
+    def apply(self, group: PolicyGroup) -> tuple[PolicyGroup, dict[str, list[str]]]:
+        """What is left of the group, and which sequences were dropped by which filter."""
+        dropped: dict[str, list[str]] = {}
         for name, stage in self.stages.items():
-            before = len(group.samples)
+            before = [sample.sample_id for sample in group.samples]
             if not before:
                 break
-            self._seen[name] += before
+            self._seen[name] += len(before)
             group = stage.apply(group)
-            dropped[name] = before - len(group.samples)
-        self._dropped.update(dropped)
-        return group, +dropped
+            left = {sample.sample_id for sample in group.samples}
+            gone = [sample_id for sample_id in before if sample_id not in left]
+            if gone:
+                dropped[name] = gone
+                self._dropped[name] += len(gone)
+        return group, dropped
 
     def stats(self) -> dict[str, dict[str, float]]:
         """By filter: sequences seen and dropped, and its own figures."""

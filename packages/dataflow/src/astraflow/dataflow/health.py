@@ -13,6 +13,7 @@ import structlog
 from .config import DataflowConfig
 from .dispatch import Dispatch
 from .failures import Outcomes
+from .journal import NoJournal
 from .policy import PolicyStream
 from .watchdog import Watchdog
 
@@ -26,9 +27,15 @@ class Health:
     """Looks at the state of a dataflow; changes only its own."""
 
     def __init__(
-        self, config: DataflowConfig, dispatch: Dispatch, policies: Mapping[str, PolicyStream], now: float
+        self,
+        config: DataflowConfig,
+        dispatch: Dispatch,
+        policies: Mapping[str, PolicyStream],
+        journal: NoJournal,
+        now: float,
     ) -> None:
         self._config = config
+        self._journal = journal
         self._dispatch = dispatch
         self._policies = policies
         self._outcomes = Outcomes(config.failures.error_results)
@@ -78,6 +85,8 @@ class Health:
 
     def rollout_failure(self, now: float) -> str:
         """Why nothing will come of rollouts any more; empty while something may."""
+        if self._journal.failure:
+            return self._journal.failure
         silent_s = now - self._dispatch.workers.heard_at
         if silent_s > self._config.worker_grace_s:
             grace = f"worker_grace_s {self._config.worker_grace_s:g}"

@@ -34,17 +34,48 @@ def policy_group(group: RolloutGroup, model_id: str) -> PolicyGroup:
             continue
         scored = [part for part in _parts(trajectory, model_id) if part[1].reward is not None]
         masked += sum(sequence.model_id == model_id for sequence in trajectory.sequences) - len(scored)
-        usable.extend((f"{group.task.task_id}/{index}.{position}", sequence) for position, sequence in scored)
+        usable.extend((sample_id(group.task.task_id, index, position), sequence) for position, sequence in scored)
     return PolicyGroup(prompt=group.task.prompt, masked=masked).keeping(
         TrainSample(
             sequence=sequence,
-            sample_id=sample_id,
+            sample_id=name,
             group_id=group.task.task_id,
             group_mean=0.0,
             group_std=0.0,
             group_size=0,
         )
-        for sample_id, sequence in usable
+        for name, sequence in usable
+    )
+
+
+def sample_id(task_id: str, index: int, position: int) -> str:
+    """What names a sequence in its run: its task, its sample and its position there (-1: the sample as a whole)."""
+    return f"{task_id}/{index}.{position}"
+
+
+def place_of(name: str) -> tuple[str, int, int]:
+    """Task id, sample index and position that a `sample_id` names."""
+    task_id, _, place = name.rpartition("/")
+    index, _, position = place.partition(".")
+    return task_id, int(index), int(position)
+
+
+def missing_ids(group: RolloutGroup) -> tuple[str, ...]:
+    """The samples of a group that are not there."""
+    return tuple(
+        sample_id(group.task.task_id, index, -1)
+        for index, trajectory in enumerate(group.trajectories)
+        if trajectory is None
+    )
+
+
+def sequence_ids(group: RolloutGroup, model_id: str) -> tuple[str, ...]:
+    """A policy's sequences in a group, those that cannot be trained included."""
+    return tuple(
+        sample_id(group.task.task_id, index, position)
+        for index, trajectory in enumerate(group.trajectories)
+        for position, sequence in enumerate(trajectory.sequences if trajectory else ())
+        if sequence.model_id == model_id
     )
 
 

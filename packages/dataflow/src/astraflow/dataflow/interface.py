@@ -156,7 +156,8 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
 
 class SampleResult(msgspec.Struct, frozen=True, kw_only=True):
     """One trajectory of a task as a worker submits it. `seconds` is from lease to submit; `tokens` were sampled, also
-    where nothing came of them."""
+    where nothing came of them; `incarnations` are, for the policies whose weights had been published, those of the
+    oldest weights that had a part in it."""
 
     task_id: str
     sample_index: int
@@ -165,6 +166,7 @@ class SampleResult(msgspec.Struct, frozen=True, kw_only=True):
     trajectory: Trajectory
     seconds: float = 0.0
     tokens: int = 0
+    incarnations: dict[str, int] = {}
 
 
 class RolloutGroup(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,19 +8,25 @@ nothing: none waits for another.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 
+import msgspec
 import numpy as np
 
 from .admission import YieldAverage, has_room
+from .algorithms.entry import Entry
 from .algorithms.stage import Stage
 from .balance import wait_fraction
 from .config import DataflowConfig, PolicyFeed
 from .figures import PolicyStatus
 from .filters import FilterChain
 from .group import PolicyGroup
-from .interface import Fenced, PolicyVersion, StepReport, TrainBatch
+from .ingest import sequence_ids
+from .interface import AttachRequest, Fenced, PolicyVersion, RolloutGroup, StepReport, TrainBatch, TrainSample
+from .journal import Attached, Cut, Dropped, Forgotten, Kept, Published, Record, Stepped, Touched
+from .lineage import Lineage, check_consumed
 from .serving import Serving
 from .signals import Signal
 from .window import Window, mean
@@ -31,16 +37,28 @@ MAX_UNCOMMITTED = 64
 REMEMBERED_REWARDS = 4096
 
 
-class PolicyStream:
-    """The state of one trained policy."""
+class PolicyState(msgspec.Struct, frozen=True, kw_only=True):
+    """What survives a restart beside the buffer and the batches."""
 
-    def __init__(self, feed: PolicyFeed, config: DataflowConfig) -> None:
+    version: int
+    lineage: Lineage
+    published: PolicyVersion | None
+    arrivals: int
+    yields: float
+    produced: int
+    consumed: int
+    dropped: dict[str, int]
+
+
+class PolicyStream:
+    """The state of one trained policy. `record` takes down what happens to it."""
+
+    def __init__(self, feed: PolicyFeed, config: DataflowConfig, record: Callable[[Record], None]) -> None:
         context, window_s = config.context(feed.model_id), config.window_s
         self.feed = feed
         self.changed = Signal()
         self.published: PolicyVersion | None = None
         self.version = 0
-        self.incarnation = 0
         self.asked: int | None = None
         self.ended = False
         self._waiters = 0
@@ -53,6 +71,9 @@ class PolicyStream:
         unit = 1 if feed.batch_by == "samples" else self._n_samples
         self._patience = config.max_dropped_batches * feed.batch_size * unit
         self._yields = YieldAverage(self._n_samples // unit)
+        self._lineage = Lineage()
+        self._keep_checkpoints = config.keep_checkpoints
+        self._record = record
         self._cut: dict[int, TrainBatch] = {}
         self._dropped: Counter[str] = Counter()
         self._drought = Drought()
@@ -67,13 +88,57 @@ class PolicyStream:
         self._reported = ("", 0)
         self._metrics: dict[str, float] = {}
 
+    # --- what survives a restart -------------------------------------------------------------------------------
+
+    def state(self) -> PolicyState:
+        return PolicyState(
+            version=self.version,
+            lineage=self._lineage,
+            published=self.published,
+            arrivals=self._serving.arrivals,
+            yields=self._yields.state(),
+            produced=self._produced,
+            consumed=self._consumed,
+            dropped={reason: count for reason, count in self._dropped.items() if count},
+        )
+
+    def restore(
+        self,
+        state: PolicyState,
+        buffered: Sequence[Entry],
+        batches: Iterable[TrainBatch],
+        replayable: Iterable[TrainSample],
+    ) -> None:
+        """Go on from there; the stages have been restored before."""
+        self.version = state.version
+        self.published = state.published
+        self._lineage = state.lineage
+        self._serving.restore(buffered, state.arrivals)
+        self._cut = {batch.version: batch for batch in batches}
+        self._yields.restore(state.yields)
+        self._produced, self._consumed = state.produced, state.consumed
+        self._dropped = Counter(state.dropped)
+        self._serving.replay.refill(replayable)
+
     # --- the trainer -------------------------------------------------------------------------------------------
 
-    def attach(self, version: int) -> int:
-        """Another trainer takes over at `version`; returns its incarnation. Batches before it are committed, later
-        ones wait to be served again; what abandoned versions sampled counts as sampled by `version`."""
-        self.incarnation += 1
-        self.commit(version)
+    @property
+    def incarnation(self) -> int:
+        """The one that is heard."""
+        return self._lineage.incarnation
+
+    def attach(self, request: AttachRequest) -> int:
+        """Another trainer takes over at the request's version; returns its incarnation. Batches before it are
+        committed, later ones wait to be served again; what abandoned versions sampled counts as sampled by that one.
+
+        Raises:
+            ValueError: the trainer consumed other batches than this policy was served.
+        """
+        version = request.version
+        check_consumed(self.feed.model_id, version, request.consumed, self._cut)
+        self._lineage.attach(version, self._keep_checkpoints)
+        self._forget()
+        self._record(Attached(self.feed.model_id, version))
         self.version = version
         self.asked = None
         self._failure = ""
@@ -98,10 +163,24 @@ class PolicyStream:
         if before is None or before.incarnation != published.incarnation or before.version < published.version:
             self.published = published
             self.version = published.version
+            self._record(Published(published))
 
     def commit(self, version: int) -> None:
-        """Batches that made versions up to `version` need not be served again."""
-        self._cut = {number: batch for number, batch in self._cut.items() if number >= version}
+        """There is a checkpoint at `version`: batches before the oldest that the trainer keeps will not be served
+        again."""
+        self._lineage.commit(version, self._keep_checkpoints)
+        self._record(Touched())
+        self._forget()
+
+    def _forget(self) -> None:
+        floor = self._lineage.floor
+        if any(number < floor for number in self._cut):
+            self._cut = {number: batch for number, batch in self._cut.items() if number >= floor}
+            self._record(Forgotten(self.feed.model_id, floor))
+
+    def bound(self, incarnation: int) -> int | None:
+        """What tokens of weights of that incarnation count as at most; None if nobody has gone back since."""
+        return self._lineage.bound(incarnation)
 
     def report(self, report: StepReport, now: float) -> bool:
         """Take a step's figures; False if they came before."""
@@ -109,6 +188,7 @@ class PolicyStream:
         if key == self._reported:
             return False
         self._reported = key
+        self._record(Stepped(report))
         self._steps.add(now, (report.wait_s, report.step_s))
         self._metrics = report.metrics
         return True
@@ -123,9 +203,11 @@ class PolicyStream:
         """The trainer wants the batch that makes `version` + 1.
 
         Raises:
-            ValueError: it is neither kept nor the next: versions count batches, one after the other.
+            ValueError: it is neither kept nor the next: versions count batches, one after the other. Or a checkpoint
+                has it already.
         """
-        if version not in self._cut and version != self._next:
+        committed = version < self._lineage.checkpoint
+        if committed or (version not in self._cut and version != self._next):
             raise ValueError(
                 f"policy {self.feed.model_id!r}: the batch at version {version} was asked for, the next is {self._next}"
             )
@@ -174,8 +256,8 @@ class PolicyStream:
         """Is there a batch to cut for `version`? Drops what is too stale for it. `tail`: no more data will come, so
         that a last, smaller batch is one."""
         stale = self._serving.drop_stale(version)
-        self._dropped["stale"] += stale
-        self._stale_in_a_row += stale
+        self._drop("stale", [entry.sample.sample_id for entry in stale])
+        self._stale_in_a_row += len(stale)
         if self._stale_in_a_row >= self._patience:
             self._failure = (
                 f"policy {self.feed.model_id!r}: {self._stale_in_a_row} sequences in a row were more than "
@@ -193,8 +275,11 @@ class PolicyStream:
             samples=content.samples,
         )
         self._cut[version] = batch
+        self._record(Cut(batch, self.incarnation))
         while len(self._cut) > MAX_UNCOMMITTED:
-            del self._cut[min(self._cut.keys() - {version})]
+            oldest = min(self._cut.keys() - {version})
+            del self._cut[oldest]
+            self._record(Forgotten(self.feed.model_id, oldest + 1))
         self._stale_in_a_row = 0
         self._consumed += content.fresh
         self._used.add(now, content.fresh)
@@ -226,18 +311,28 @@ class PolicyStream:
         """Would what was begun at this version be dropped by every batch to come?"""
         return self.done or self._next - version > self._serving.limit
 
-    def take(self, group: PolicyGroup, missing: Counter[str], error: str, newest_version: int, now: float) -> None:
-        """A group is complete. `missing` counts the samples that are not in it, by reason (`error`: why one of them
-        is); tokens of versions above `newest_version` count as that one."""
+    def take(
+        self,
+        group: PolicyGroup,
+        whole: RolloutGroup,
+        missing: Mapping[str, Sequence[str]],
+        error: str,
+        newest_version: int,
+        now: float,
+    ) -> None:
+        """The `whole` group is complete. `missing` has the samples that are not in it, by reason (`error`: why one of
+        them is); tokens of versions above `newest_version` count as that one."""
+        all_ids = sequence_ids(whole, self.feed.model_id)
         if self.done:
-            self._dropped["finished"] += missing.total() + group.masked + len(group.samples)
+            self._drop("finished", [*chain.from_iterable(missing.values()), *all_ids])
             return
-        left, reasons = self._filters.apply(group)
+        left, filtered = self._filters.apply(group)
         kept = left.samples
-        reasons += missing + Counter({"masked": group.masked})
-        self._dropped.update(reasons)
-        for sample in kept:
-            self._dropped["overflow"] += self._serving.add(sample, newest_version)
+        usable = {sample.sample_id for sample in group.samples}
+        dropped = {**missing, "masked": [name for name in all_ids if name not in usable], **filtered}
+        for reason, sample_ids in dropped.items():
+            self._drop(reason, sample_ids)
+        self._keep(kept, whole, newest_version)
         self._produced += len(kept)
         self._kept.add(now, len(kept))
         self._yields.add(len(kept) if self.feed.batch_by == "samples" else min(1, len(kept)))
@@ -246,9 +341,22 @@ class PolicyStream:
         if kept:
             self._drought = Drought()
         else:
+            reasons = Counter({reason: len(sample_ids) for reason, sample_ids in dropped.items()})
             self._drought.add(group, reasons, error, self._n_samples)
             if self._drought.samples >= self._patience:
                 self._failure = self._drought.message(self.feed.model_id)
+
+    def _keep(self, samples: Sequence[TrainSample], whole: RolloutGroup, newest_version: int) -> None:
+        """Into the buffer; what has no room goes."""
+        added = [self._serving.add(sample, newest_version) for sample in samples]
+        if added:
+            self._record(Kept(self.feed.model_id, tuple(entry for entry, _ in added), whole.trajectories))
+        self._drop("overflow", [entry.sample.sample_id for _, dropped in added for entry in dropped])
+
+    def _drop(self, reason: str, sample_ids: Collection[str]) -> None:
+        if sample_ids:
+            self._dropped[reason] += len(sample_ids)
+            self._record(Dropped(self.feed.model_id, tuple(sample_ids), reason))
 
     # --- figures -----------------------------------------------------------------------------------------------
 

@@ -11,8 +11,7 @@ on purpose); every sample of every task is settled once; memory is bounded by th
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 
@@ -20,9 +19,9 @@ from .algorithms.stage import Stage
 from .balance import pool_target
 from .config import DataflowConfig
 from .dispatch import SWEEP_S, Dispatch
-from .evaluation import EvaluationRun
+from .evaluation import EndedEvaluation, EvaluationRun
 from .health import Health
-from .ingest import malformed, policy_group
+from .ingest import malformed, missing_ids, policy_group
 from .interface import (
     Attachment,
     AttachRequest,
@@ -54,10 +53,12 @@ from .interface import (
     Trajectory,
     WatchRequest,
 )
+from .journal import Bounded, EvaluationBegun, EvaluationEnded, NoJournal, Registered, Settled, Touched
 from .lengths import Lengths
 from .line import Line
 from .observer import Observer
 from .policy import PolicyStream
+from .resume import follow, resume
 from .selection import Selection
 from .signals import Signal
 from .sources import EvalSuite, PromptSource
@@ -70,7 +71,8 @@ KEPT_EVALUATIONS = 256
 
 
 class Dataflow:
-    """Implements `DataflowService`. `clock` counts seconds and never goes back."""
+    """Implements `DataflowService`. `clock` counts seconds and never goes back; with a `journal` it goes on from what
+    that holds, and nobody is told of anything that is not in it."""
 
     def __init__(
         self,
@@ -79,27 +81,34 @@ class Dataflow:
         suites: Iterable[EvalSuite] = (),
         *,
         observer: Observer | None = None,
+        journal: NoJournal | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
         self._suites = {suite.name: suite for suite in suites}
         self._observer = observer
+        self._journal = journal or NoJournal()
         self._clock = clock
         self._phase: Phase = "starting"
         self._source = source
         self._selection = Selection(config)
-        self._policies = {feed.model_id: PolicyStream(feed, config) for feed in config.policies}
-        self._dispatch = Dispatch(config, source, clock())
+        record = self._journal.record
+        self._policies = {feed.model_id: PolicyStream(feed, config, record) for feed in config.policies}
+        self._dispatch = Dispatch(config, source, clock(), record)
         self._workers = self._dispatch.workers
         self._leases = self._dispatch.leases
         self._tasks = self._dispatch.tasks
-        self._evaluations: dict[str, EvaluationRun] = {}
+        self._evaluations: dict[str, EvaluationRun | EndedEvaluation] = {}
         self._work = Line()
         self._published = Signal()
         self._metrics: Window[dict[str, float]] = Window(config.window_s)
         self._example: Trajectory | None = None
         self._lengths = Lengths()
-        self._health = Health(config, self._dispatch, self._policies, clock())
+        self._health = Health(config, self._dispatch, self._policies, self._journal, clock())
+        if self._journal.restored is not None:
+            resumed = resume(self._journal.restored, self._dispatch, self._policies, self.stages, self._suites, clock())
+            self._phase, self._evaluations = resumed
+        follow(self._journal, lambda: self._phase, self._dispatch, self._policies, self.stages)
 
     # --- workers -----------------------------------------------------------------------------------------------
 
@@ -107,6 +116,7 @@ class Dataflow:
         now = self._clock()
         if self._workers.register(request, now):
             self._lose(self._leases.of(request.worker_id), now)
+        self._journal.record(Registered(request))
         self._dispatch.sweep_by(now + self._config.worker_silence_s)
         self._work.notify()
         return Empty()
@@ -121,14 +131,19 @@ class Dataflow:
             self._sweep(now)
             if self._phase == "finished":
                 return LeaseReply(finished=True)
+            self._check_journal()
             tasks = self._grant(worker, request, now) if worker and self._workers.serving(worker, now) else ()
             if self._dispatch.has_work(training=self._generating, room=self._room):
                 self._work.pass_on()
+            if tasks:
+                await self._journal.durable()
             if tasks or now >= end:
                 return LeaseReply(tasks=tasks)
             await self._work.wait(end - now, self._dispatch.next_sweep - now)
 
     async def submit(self, request: SubmitRequest, /) -> SubmitReply:
+        """Returns when what it brought (or another brought before) is in the journal."""
+        await self._journal.room()
         now = self._clock()
         accepted = duplicates = 0
         rejected: list[str] = []
@@ -148,6 +163,7 @@ class Dataflow:
                 accepted += 1
             self._settle(task, result, problem or "", now)
         self._sweep(now)
+        await self._journal.durable()
         return SubmitReply(accepted=accepted, duplicates=duplicates, rejected=tuple(rejected))
 
     async def heartbeat(self, request: Heartbeat, /) -> HeartbeatReply:
@@ -185,14 +201,14 @@ class Dataflow:
     # --- trainers ----------------------------------------------------------------------------------------------
 
     async def attach(self, request: AttachRequest, /) -> Attachment:
-        """Raises ValueError for a policy that this run does not train."""
+        """Raises ValueError for a policy that this run does not train, and for another run's checkpoint."""
         policy = self._policy(request.model_id)
-        incarnation = policy.attach(request.version)
+        incarnation = policy.attach(request)
         self._health.attached(self._clock())
         for task in self._tasks.training_tasks():
-            bound = task.newest_version.get(request.model_id, request.version)
-            task.newest_version[request.model_id] = min(bound, request.version)
+            self._bound(task, {request.model_id: request.version})
         self._work.notify()
+        await self._journal.durable()
         return Attachment(incarnation=incarnation, steps=policy.feed.steps)
 
     async def next_batch(self, request: BatchRequest, /) -> BatchReply:
@@ -216,6 +232,7 @@ class Dataflow:
                 self._cut(policy, request.version, now)
             batch = policy.served(request.version)
             if batch is not None or policy.ended:
+                await self._journal.durable()
                 return BatchReply(batch=batch, finished=batch is None)
             failure = self._health.failure(policy, now)
             if failure:
@@ -233,6 +250,7 @@ class Dataflow:
         policy.publish(request)
         self._selection.advance(request.model_id, policy.version, self._source.epoch)
         self._health.progress(self._clock())
+        await self._journal.durable()
         self._published.notify()
         self._work.notify()
         return Empty()
@@ -250,31 +268,36 @@ class Dataflow:
         policy = self._policy(request.model_id)
         policy.check(request.incarnation)
         policy.commit(request.version)
+        await self._journal.durable()
         return Empty()
 
     # --- people and the driver ---------------------------------------------------------------------------------
 
     async def control(self, request: Control, /) -> Empty:
         self._phase = request.phase
+        self._journal.record(Touched())
         self._wake()
+        await self._journal.durable()
         return Empty()
 
     async def evaluate(self, request: EvaluateRequest, /) -> Empty:
         """Raises ValueError for a suite that is not configured."""
         if request.label in self._evaluations:
             return Empty()
-        unknown = [name for name in request.suites if name not in self._suites]
-        if unknown or not request.suites:
-            raise ValueError(f"no suite {unknown}: the run has {sorted(self._suites)}")
+        if not request.suites:
+            raise ValueError("name at least one suite")
+        suites = [self._suite(name) for name in request.suites]
         versions = {v.model_id: v.version for v in self._versions()}
-        run = EvaluationRun(request, [self._suites[name] for name in request.suites], versions)
+        run = EvaluationRun(request, suites, versions)
+        self._journal.record(EvaluationBegun(request, versions))
         for task in run.tasks(self._config.seed, self._config.task_deadline_s):
-            self._tasks.add(OpenTask(task, evaluation=request.label))
+            self._dispatch.open(OpenTask(task, evaluation=request.label))
         self._evaluations[request.label] = run
         finished = [label for label, old in self._evaluations.items() if old.finished]
         for label in finished[:-KEPT_EVALUATIONS]:
             del self._evaluations[label]
         self._work.notify()
+        await self._journal.durable()
         return Empty()
 
     async def evaluation(self, request: EvaluationQuery, /) -> Evaluation:
@@ -369,9 +392,12 @@ class Dataflow:
                 task.run_again(result.sample_index, reason)
             else:
                 task.settle(result.sample_index, None, reason)
+                self._journal.record(Settled(result.task_id, result.sample_index, None, reason))
         else:
             self._health.went_well(result.worker_id, now, training=training)
+            self._bound(task, self._abandoned(result.incarnations))
             task.settle(result.sample_index, trajectory)
+            self._journal.record(Settled(result.task_id, result.sample_index, trajectory))
             if training:
                 self._example = trajectory
         if task.complete:
@@ -384,8 +410,7 @@ class Dataflow:
         self._dispatch.end(task)
         group = task.group()
         if task.task.purpose == "eval":
-            if task.evaluation in self._evaluations:
-                self._evaluations[task.evaluation].add(group)
+            self._evaluated(task.evaluation, group)
         else:
             self._ingest(task, group, now)
         self._work.notify()
@@ -404,18 +429,39 @@ class Dataflow:
             task.missing = "stale"
             self._close(task, now)
 
+    def _evaluated(self, label: str, group: RolloutGroup) -> None:
+        run = self._evaluations.get(label)
+        if run is not None:
+            run.add(group)
+            if run.finished:
+                self._journal.record(EvaluationEnded(run.report()))
+
+    def _abandoned(self, incarnations: Mapping[str, int]) -> dict[str, int]:
+        """What tokens of weights of these incarnations count as at most, where a trainer has gone back since."""
+        bounds = {
+            name: self._policies[name].bound(incarnation)
+            for name, incarnation in incarnations.items()
+            if name in self._policies
+        }
+        return {name: bound for name, bound in bounds.items() if bound is not None}
+
+    def _bound(self, task: OpenTask, versions: dict[str, int]) -> None:
+        """Tokens of this task count as at most these versions: newer ones were abandoned."""
+        if task.bound(versions):
+            self._journal.record(Bounded(task.task.task_id, task.newest_version))
+
     def _ingest(self, task: OpenTask, group: RolloutGroup, now: float) -> None:
         present = [trajectory for trajectory in group.trajectories if trajectory is not None]
-        missing = Counter({task.missing: len(group.trajectories) - len(present)})
+        missing = {task.missing: missing_ids(group)}
         if len(present) < self._config.failures.min_samples:
-            missing["incomplete"] = len(present)
             group = RolloutGroup(task=group.task, trajectories=(None,) * len(group.trajectories))
+            missing["incomplete"] = tuple(name for name in missing_ids(group) if name not in missing[task.missing])
         self._metrics.add(now, means_by_name(trajectory.metrics for trajectory in present))
         for name, policy in self._policies.items():
             newest = task.newest_for(name, policy.version)
             mine = policy_group(group, name)
             self._selection.outcome(name, mine)
-            policy.take(mine, missing, task.error, newest, now)
+            policy.take(mine, group, missing, task.error, newest, now)
             policy.changed.notify()
 
     # --- serving -----------------------------------------------------------------------------------------------
@@ -473,6 +519,11 @@ class Dataflow:
             stages.update({f"{model_id}/{name}": stage for name, stage in self._policies[model_id].stages.items()})
         return stages
 
+    def _check_journal(self) -> None:
+        """Raises RunFailed if it cannot be written."""
+        if self._journal.failure:
+            raise RunFailed(self._journal.failure)
+
     # --- small things ------------------------------------------------------------------------------------------
 
     def _policy(self, model_id: str) -> PolicyStream:
@@ -480,6 +531,11 @@ class Dataflow:
         if policy is None:
             raise ValueError(f"this run does not train {model_id!r}; it trains {sorted(self._policies)}")
         return policy
+
+    def _suite(self, name: str) -> EvalSuite:
+        if name not in self._suites:
+            raise ValueError(f"no suite {name!r}: the run has {sorted(self._suites)}")
+        return self._suites[name]
 
     def _versions(self) -> tuple[PolicyVersion, ...]:
         return tuple(policy.published for policy in self._policies.values() if policy.published is not None)

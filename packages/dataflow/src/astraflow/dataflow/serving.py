@@ -67,7 +67,16 @@ class Serving:
         """What waits, counted as batches count."""
         return self._buffer.units
 
-    def add(self, sample: TrainSample, newest_version: int) -> int:
+    def restore(self, entries: Sequence[Entry], arrivals: int) -> None:
+        """See `PolicyBuffer.restore`."""
+        self._buffer.restore(entries, arrivals)
+
+    @property
+    def arrivals(self) -> int:
+        """See `PolicyBuffer.arrivals`."""
+        return self._buffer.arrivals
+
+    def add(self, sample: TrainSample, newest_version: int) -> tuple[Entry, list[Entry]]:
         """See `PolicyBuffer.add`."""
         return self._buffer.add(sample, newest_version)
 
@@ -76,8 +85,8 @@ class Serving:
         self._buffer.rebase(version)
         self.replay.rebase(version)
 
-    def drop_stale(self, version: int) -> int:
-        """Forget what would be too stale in a batch for `version`; returns how many sequences."""
+    def drop_stale(self, version: int) -> list[Entry]:
+        """Forget what would be too stale in a batch for `version`; returns it."""
         return self._buffer.drop_stale(version - self.limit)
 
     def fresh_needed(self, version: int) -> int:

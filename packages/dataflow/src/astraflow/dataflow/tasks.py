@@ -6,6 +6,7 @@ up, and what comes for it later is late.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
@@ -52,6 +53,14 @@ class OpenTask:
             if name not in began or not policy.too_old(min(began[name], self.newest_for(name, policy.version))):
                 return False
         return True
+
+    def bound(self, versions: Mapping[str, int]) -> bool:
+        """Its tokens count as at most these versions; False if they did already."""
+        tighter = {
+            name: version for name, version in versions.items() if version < self.newest_version.get(name, math.inf)
+        }
+        self.newest_version.update(tighter)
+        return bool(tighter)
 
     def has(self, sample_index: int) -> bool:
         """Has this attempt's outcome of the sample come?"""
@@ -147,14 +156,16 @@ class TaskBoard:
     def get(self, task_id: str) -> OpenTask | None:
         return self._open.get(task_id)
 
-    def add(self, task: OpenTask) -> None:
-        """Open a task; an evaluation task waits for a worker, a training task is opened as it is leased."""
+    def add(self, task: OpenTask, *, waiting: bool) -> None:
+        """Open a task; `waiting` for a worker, or as one is leased it."""
         self._open[task.task.task_id] = task
         if task.task.purpose == "eval":
-            self._evaluations.add(task)
             self.evaluating += 1
         else:
             self.training += 1
+        if waiting:
+            queue = self._evaluations if task.task.purpose == "eval" else self._retries
+            queue.add(task)
 
     def retry(self, task: OpenTask) -> bool:
         """The task's worker was lost: let another take it. False if it was leased often enough."""
