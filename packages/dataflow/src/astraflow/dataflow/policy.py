@@ -407,6 +407,12 @@ class PolicyStream:
         )
 
 
+def abandoned(incarnations: Mapping[str, int], policies: Mapping[str, PolicyStream]) -> dict[str, int]:
+    """What tokens of weights of these incarnations count as at most, where a trainer has gone back since."""
+    bounds = {name: policies[name].bound(number) for name, number in incarnations.items() if name in policies}
+    return {name: bound for name, bound in bounds.items() if bound is not None}
+
+
 class Drought:
     """Consecutive groups that gave a policy nothing to train, and what they were, for the error that ends them."""
 

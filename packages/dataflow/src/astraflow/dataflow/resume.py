@@ -12,11 +12,10 @@ import msgspec
 
 from .algorithms.stage import Stage
 from .dispatch import Dispatch, DispatchState
-from .evaluation import EndedEvaluation, EvaluationRun
+from .evaluations import Evaluations
 from .interface import Phase
-from .journal import JournalError, NoJournal, OldEvaluation, Restored
+from .journal import JournalError, NoJournal, Restored
 from .policy import PolicyState, PolicyStream
-from .sources import EvalSuite
 
 decode = msgspec.msgpack.decode
 
@@ -43,11 +42,10 @@ def resume(
     dispatch: Dispatch,
     policies: Mapping[str, PolicyStream],
     stages: Mapping[str, Stage],
-    suites: Mapping[str, EvalSuite],
+    evaluations: Evaluations,
     now: float,
-) -> tuple[Phase, dict[str, EvaluationRun | EndedEvaluation]]:
-    """Bring the fresh `dispatch`, `policies` and `stages` to where the journal was; returns the phase and the
-    evaluations. An algorithm that is configured anew begins anew.
+) -> None:
+    """Bring these, which are fresh, to where the journal was. An algorithm that is configured anew begins anew.
 
     Raises:
         JournalError: the journal is of a run that trains other policies or evaluates other suites.
@@ -74,20 +72,4 @@ def resume(
             restored.batches.get(name, ()),
             restored.replayable.get(name, ()),
         )
-    evaluations = {old.request.label: _evaluation(old, suites) for old in restored.evaluations}
-    return decode(state["phase"], type=Phase), evaluations
-
-
-def _evaluation(old: OldEvaluation, suites: Mapping[str, EvalSuite]) -> EvaluationRun | EndedEvaluation:
-    if old.report is not None:
-        return EndedEvaluation(old.report)
-    unknown = set(old.request.suites) - suites.keys()
-    if unknown:
-        raise JournalError(
-            f"the evaluation {old.request.label!r} of {sorted(unknown)} goes on in the journal, but this run has the "
-            f"suites {sorted(suites)}: configure them, or name another journal"
-        )
-    run = EvaluationRun(old.request, [suites[name] for name in old.request.suites], old.versions)
-    for group in old.groups:
-        run.add(group)
-    return run
+    evaluations.restore(restored.evaluations)

@@ -11,7 +11,7 @@ on purpose); every sample of every task is settled once; memory is bounded by th
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 
 import msgspec
 
@@ -19,7 +19,7 @@ from .algorithms.stage import Stage
 from .balance import pool_target
 from .config import DataflowConfig
 from .dispatch import SWEEP_S, Dispatch
-from .evaluation import EndedEvaluation, EvaluationRun
+from .evaluations import Evaluations
 from .health import Health
 from .ingest import malformed, missing_ids, policy_group
 from .interface import (
@@ -53,11 +53,11 @@ from .interface import (
     Trajectory,
     WatchRequest,
 )
-from .journal import Bounded, EvaluationBegun, EvaluationEnded, NoJournal, Registered, Settled, Touched
+from .journal import Bounded, NoJournal, Registered, Settled, Touched
 from .lengths import Lengths
 from .line import Line
 from .observer import Observer
-from .policy import PolicyStream
+from .policy import PolicyStream, abandoned
 from .resume import follow, resume
 from .selection import Selection
 from .signals import Signal
@@ -65,9 +65,6 @@ from .sources import EvalSuite, PromptSource
 from .tasks import OpenTask
 from .window import Window, means_by_name
 from .workers import Worker
-
-KEPT_EVALUATIONS = 256
-"""Finished evaluations that can still be asked for."""
 
 
 class Dataflow:
@@ -85,7 +82,6 @@ class Dataflow:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
-        self._suites = {suite.name: suite for suite in suites}
         self._observer = observer
         self._journal = journal or NoJournal()
         self._clock = clock
@@ -98,7 +94,7 @@ class Dataflow:
         self._workers = self._dispatch.workers
         self._leases = self._dispatch.leases
         self._tasks = self._dispatch.tasks
-        self._evaluations: dict[str, EvaluationRun | EndedEvaluation] = {}
+        self._evaluations = Evaluations(config, suites, record)
         self._work = Line()
         self._published = Signal()
         self._metrics: Window[dict[str, float]] = Window(config.window_s)
@@ -106,8 +102,8 @@ class Dataflow:
         self._lengths = Lengths()
         self._health = Health(config, self._dispatch, self._policies, self._journal, clock())
         if self._journal.restored is not None:
-            resumed = resume(self._journal.restored, self._dispatch, self._policies, self.stages, self._suites, clock())
-            self._phase, self._evaluations = resumed
+            resume(self._journal.restored, self._dispatch, self._policies, self.stages, self._evaluations, clock())
+            self._phase = msgspec.msgpack.decode(self._journal.restored.state["phase"], type=Phase)
         follow(self._journal, lambda: self._phase, self._dispatch, self._policies, self.stages)
 
     # --- workers -----------------------------------------------------------------------------------------------
@@ -131,7 +127,7 @@ class Dataflow:
             self._sweep(now)
             if self._phase == "finished":
                 return LeaseReply(finished=True)
-            self._check_journal()
+            self._journal.check()
             tasks = self._grant(worker, request, now) if worker and self._workers.serving(worker, now) else ()
             if self._dispatch.has_work(training=self._generating, room=self._room):
                 self._work.pass_on()
@@ -150,7 +146,7 @@ class Dataflow:
         for result in request.results:
             self._workers.hear(result.worker_id, now)
             task = self._tasks.get(result.task_id)
-            if task is None or task.has(result.sample_index) or self._outlived(task, result):
+            if task is None or task.has(result.sample_index) or task.outlived(result):
                 duplicates += 1
                 continue
             if not 0 <= result.sample_index < task.task.n_samples:
@@ -282,20 +278,8 @@ class Dataflow:
 
     async def evaluate(self, request: EvaluateRequest, /) -> Empty:
         """Raises ValueError for a suite that is not configured."""
-        if request.label in self._evaluations:
-            return Empty()
-        if not request.suites:
-            raise ValueError("name at least one suite")
-        suites = [self._suite(name) for name in request.suites]
-        versions = {v.model_id: v.version for v in self._versions()}
-        run = EvaluationRun(request, suites, versions)
-        self._journal.record(EvaluationBegun(request, versions))
-        for task in run.tasks(self._config.seed, self._config.task_deadline_s):
-            self._dispatch.open(OpenTask(task, evaluation=request.label))
-        self._evaluations[request.label] = run
-        finished = [label for label, old in self._evaluations.items() if old.finished]
-        for label in finished[:-KEPT_EVALUATIONS]:
-            del self._evaluations[label]
+        for task in self._evaluations.begin(request, {v.model_id: v.version for v in self._versions()}):
+            self._dispatch.open(task)
         self._work.notify()
         await self._journal.durable()
         return Empty()
@@ -303,8 +287,6 @@ class Dataflow:
     async def evaluation(self, request: EvaluationQuery, /) -> Evaluation:
         """Raises ValueError for an unknown label, RunFailed if no worker is left to finish it."""
         run = self._evaluations.get(request.label)
-        if run is None:
-            raise ValueError(f"no evaluation {request.label!r}: there are {sorted(self._evaluations)}")
         end = self._clock() + request.wait_s
         while True:
             now = self._clock()
@@ -376,10 +358,6 @@ class Dataflow:
 
     # --- taking ------------------------------------------------------------------------------------------------
 
-    def _outlived(self, task: OpenTask, result: SampleResult) -> bool:
-        """A failure of an earlier attempt says nothing about the one that runs now."""
-        return result.attempt < task.task.attempt and result.trajectory.status != "ok"
-
     def _settle(self, task: OpenTask, result: SampleResult, problem: str, now: float) -> None:
         trajectory, training = result.trajectory, task.task.purpose == "train"
         begun = trajectory.status == "timed_out" and result.tokens > 0
@@ -395,7 +373,7 @@ class Dataflow:
                 self._journal.record(Settled(result.task_id, result.sample_index, None, reason))
         else:
             self._health.went_well(result.worker_id, now, training=training)
-            self._bound(task, self._abandoned(result.incarnations))
+            self._bound(task, abandoned(result.incarnations, self._policies))
             task.settle(result.sample_index, trajectory)
             self._journal.record(Settled(result.task_id, result.sample_index, trajectory))
             if training:
@@ -410,7 +388,7 @@ class Dataflow:
         self._dispatch.end(task)
         group = task.group()
         if task.task.purpose == "eval":
-            self._evaluated(task.evaluation, group)
+            self._evaluations.add(task.evaluation, group)
         else:
             self._ingest(task, group, now)
         self._work.notify()
@@ -428,22 +406,6 @@ class Dataflow:
         if task.past(progress.began, fed) and task.past(task.freshest(progress.began), fed):
             task.missing = "stale"
             self._close(task, now)
-
-    def _evaluated(self, label: str, group: RolloutGroup) -> None:
-        run = self._evaluations.get(label)
-        if run is not None:
-            run.add(group)
-            if run.finished:
-                self._journal.record(EvaluationEnded(run.report()))
-
-    def _abandoned(self, incarnations: Mapping[str, int]) -> dict[str, int]:
-        """What tokens of weights of these incarnations count as at most, where a trainer has gone back since."""
-        bounds = {
-            name: self._policies[name].bound(incarnation)
-            for name, incarnation in incarnations.items()
-            if name in self._policies
-        }
-        return {name: bound for name, bound in bounds.items() if bound is not None}
 
     def _bound(self, task: OpenTask, versions: dict[str, int]) -> None:
         """Tokens of this task count as at most these versions: newer ones were abandoned."""
@@ -519,11 +481,6 @@ class Dataflow:
             stages.update({f"{model_id}/{name}": stage for name, stage in self._policies[model_id].stages.items()})
         return stages
 
-    def _check_journal(self) -> None:
-        """Raises RunFailed if it cannot be written."""
-        if self._journal.failure:
-            raise RunFailed(self._journal.failure)
-
     # --- small things ------------------------------------------------------------------------------------------
 
     def _policy(self, model_id: str) -> PolicyStream:
@@ -531,11 +488,6 @@ class Dataflow:
         if policy is None:
             raise ValueError(f"this run does not train {model_id!r}; it trains {sorted(self._policies)}")
         return policy
-
-    def _suite(self, name: str) -> EvalSuite:
-        if name not in self._suites:
-            raise ValueError(f"no suite {name!r}: the run has {sorted(self._suites)}")
-        return self._suites[name]
 
     def _versions(self) -> tuple[PolicyVersion, ...]:
         return tuple(policy.published for policy in self._policies.values() if policy.published is not None)
@@ -546,5 +498,4 @@ class Dataflow:
         self._published.notify()
         for policy in self._policies.values():
             policy.changed.notify()
-        for run in self._evaluations.values():
-            run.changed.notify()
+        self._evaluations.wake()

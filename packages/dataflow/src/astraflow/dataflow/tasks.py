@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
-from .interface import RolloutGroup, RolloutTask, Trajectory
+from .interface import RolloutGroup, RolloutTask, SampleResult, Trajectory
 from .policy import PolicyStream
 
 
@@ -65,6 +65,10 @@ class OpenTask:
     def has(self, sample_index: int) -> bool:
         """Has this attempt's outcome of the sample come?"""
         return sample_index in self._trajectories or sample_index in self._again
+
+    def outlived(self, result: SampleResult) -> bool:
+        """A failure of an earlier attempt says nothing about the one that runs now."""
+        return result.attempt < self.task.attempt and result.trajectory.status != "ok"
 
     def run_again(self, sample_index: int, error: str) -> None:
         """The sample failed, and is to run once more with the next attempt."""

@@ -61,6 +61,11 @@ class NoJournal:
     def record(self, record: Record) -> None:
         """Take something down. What is recorded without an await in between is written together or not at all."""
 
+    def check(self) -> None:
+        """Raises RunFailed if it cannot be written."""
+        if self.failure:
+            raise RunFailed(self.failure)
+
     async def room(self) -> None:
         """Wait while the disk is far behind. Raises RunFailed if it failed."""
 
@@ -126,8 +131,7 @@ class Journal(NoJournal):
                 await self._changed.wait(STALLED_S)
         if not self.failure and not condition():
             self._fail(f"nothing could be written for {STALLED_S:g} s")
-        if self.failure:
-            raise RunFailed(self.failure)
+        self.check()
 
     def _hand_over(self) -> None:
         """Give the thread all that gathered, unless it is writing: then what gathers goes next."""
