@@ -91,9 +91,7 @@ class Dataflow:
         record = self._journal.record
         self._policies = {feed.model_id: PolicyStream(feed, config, record) for feed in config.policies}
         self._dispatch = Dispatch(config, source, clock(), record)
-        self._workers = self._dispatch.workers
-        self._leases = self._dispatch.leases
-        self._tasks = self._dispatch.tasks
+        self._workers, self._leases, self._tasks = self._dispatch.workers, self._dispatch.leases, self._dispatch.tasks
         self._evaluations = Evaluations(config, suites, record)
         self._work = Line()
         self._published = Signal()
