@@ -97,9 +97,11 @@ def test_filters_run_in_order_and_count_what_they_took(kit: Any) -> None:
     chain = FilterChain(lines, CONTEXT)
     left, dropped = chain.apply(group_of(kit, *rows))
     assert rewards(left) == [1.0, 0.5]
-    assert dropped == {"length_bounds": 1}
+    assert dropped == {"length_bounds": ["t/2.0"]}
     left, dropped = FilterChain([lines[1], lines[0]], CONTEXT).apply(group_of(kit, *rows))
-    assert (left.samples, dropped) == ((), {"zero_advantage": 3}), "before shaping, the rewards are equal"
+    assert (left.samples, dropped) == ((), {"zero_advantage": ["t/0.0", "t/1.0", "t/2.0"]}), (
+        "before shaping, the rewards are equal"
+    )
     chain.apply(group_of(kit, (1.0, 2, "stop"), (1.0, 2, "stop")))
     assert chain.stats() == {
         "overlong_penalty": {"seen": 5.0, "dropped": 0.0, "punished": 0.4},
