@@ -7,7 +7,8 @@ interleave; `ready()` before a message is what bounds the memory of unsent ones.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import cast
 
 import anyio
@@ -33,6 +34,9 @@ CLOSE_TIMEOUT = 1.0
 SILENT_INTERVALS = 2
 MAX_REASON = 4096
 CONTROL = (Ping, Pong, Refusal)
+FRAMES_A_TURN = 16
+"""So many received frames are handled in one turn of the event loop. Others have their turn after that, and the peer
+can work on what was answered to the first of many frames while we work on the next."""
 
 log = structlog.get_logger(__name__)
 
@@ -61,12 +65,14 @@ class Channel(asyncio.BufferedProtocol):
         self.refusal: Refusal | None = None
         self.error: Exception | None = None
         self.peer = peer
+        self._loop = asyncio.get_running_loop()
         self._on_frame = on_frame
         self._on_closing = on_closing
         self._transport: asyncio.Transport | None = None
         self._resumed = asyncio.Event()
         self._heard = False
         self._greeted = False
+        self._taking = False
         self._unsent: list[Payload] = []
         self._unsent_size = 0
 
@@ -83,20 +89,42 @@ class Channel(asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         self._heard = True
-        if self.closing.is_set():
-            return
+        if not self.closing.is_set():
+            self._take(self.reader.advance(nbytes))
+
+    def _take(self, frames: Iterator[tuple[Header, Payload]]) -> None:
+        """Handle a turn's frames; what they make us send is written together at the end."""
+        turn = FRAMES_A_TURN
+        self._taking = True
         try:
-            for header, payload in self.reader.advance(nbytes):
-                if isinstance(header, CONTROL):
-                    self._control(header)
+            for header, payload in frames:
+                if not turn:
+                    self._take_later(chain(((header, payload),), frames))
+                    break
+                turn -= 1
+                if type(header) in CONTROL:
+                    self._control(header)  # type: ignore[arg-type]
                 else:
                     self._on_frame(header, payload)
                 if self.closing.is_set():
-                    return
+                    break
         except ProtocolError as error:
             self.refuse("ProtocolError", str(error))
         except FrameTooLarge as error:
             self.refuse("FrameTooLarge", str(error))
+        finally:
+            self._taking = False
+            self._flush()
+
+    def _take_later(self, frames: Iterator[tuple[Header, Payload]]) -> None:
+        assert self._transport is not None, "frames come from a transport"
+        self._transport.pause_reading()
+        self._loop.call_soon(self._take_on, frames)
+
+    def _take_on(self, frames: Iterator[tuple[Header, Payload]]) -> None:
+        if self._transport is not None and not self.closing.is_set():
+            self._transport.resume_reading()
+            self._take(frames)
 
     def eof_received(self) -> None:
         self.reason = self.reason or "the peer closed the connection"
@@ -145,7 +173,7 @@ class Channel(asyncio.BufferedProtocol):
 
     def send(self, header: Header, payload: Payload = b"", urgent: bool = True) -> None:
         """Write one frame; on a closing connection it is dropped. What is not `urgent` may wait for the loop's next
-        turn, so that many small frames become one write.
+        turn, so that many small frames become one write; while received frames are handled all wait for their end.
 
         Raises:
             FrameTooLarge: nothing was written.
@@ -154,11 +182,11 @@ class Channel(asyncio.BufferedProtocol):
         if self.closing.is_set() or self._transport is None:
             return
         if len(payload) < JOIN_BELOW:
-            if not self._unsent and not urgent:
-                asyncio.get_running_loop().call_soon(self._flush)
+            if not (self._unsent or urgent or self._taking):
+                self._loop.call_soon(self._flush)
             self._unsent += (head, payload)
             self._unsent_size += len(head) + len(payload)
-            if urgent or self._unsent_size > JOIN_BELOW:
+            if self._unsent_size > JOIN_BELOW or (urgent and not self._taking):
                 self._flush()
         else:
             self._flush()
@@ -166,9 +194,10 @@ class Channel(asyncio.BufferedProtocol):
             self._transport.write(payload)
 
     def _flush(self) -> None:
-        if self._unsent and self._transport is not None:
-            self._transport.write(b"".join(self._unsent))
-        self._forget_unsent()
+        if self._unsent:
+            if self._transport is not None:
+                self._transport.write(b"".join(self._unsent))
+            self._forget_unsent()
 
     def _forget_unsent(self) -> None:
         self._unsent.clear()

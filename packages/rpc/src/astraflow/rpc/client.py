@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 from typing import Any, TypeVar, cast
 
 import anyio
+import anyio.lowlevel
 import anyio.to_thread
 import structlog
 
@@ -75,6 +76,9 @@ class Client:
         self._problem: RpcError = Unavailable("not connected yet")
         self._changed = asyncio.Event()
         self._closed = False
+        self._loop = asyncio.get_running_loop()
+        # anyio.current_effective_deadline() without finding out anew, for each call, what kind of loop this is
+        self._callers_deadline = anyio.lowlevel.current_token().backend_class.current_effective_deadline
 
     # --- the connection ------------------------------------------------------------------------------------------
 
@@ -174,8 +178,8 @@ class Client:
     async def call(self, method: Method, request: object) -> Any:
         """One unary call, until the caller's deadline or `default_timeout`, whichever is earlier."""
         body = encode_request(method, request)
-        deadline = anyio.current_effective_deadline()
-        limit = asyncio.get_running_loop().time() + self._default_timeout
+        deadline = self._callers_deadline()
+        limit = self._loop.time() + self._default_timeout
         if deadline <= limit:
             try:
                 return await self._attempts(method, body, deadline)
@@ -186,9 +190,9 @@ class Client:
                 raise
         connection = self._connection
         if connection is not None and connection.claim():  # only the answer is to be waited for
-            call = connection.unary(method, body, limit)
+            call = connection.unary(method, body, limit, limit)
             try:
-                return decode_response(method, await call.answer_until(limit))
+                return decode_response(method, await call.answer)
             except DeadlineExceeded:
                 raise self._late(method) from None
             except Unavailable:
@@ -205,9 +209,9 @@ class Client:
             connection = await self._usable(wait=method.idempotent)
             try:
                 waited = await connection.place()
-                call = connection.unary(method, body, deadline, waited)
+                call = connection.unary(method, body, deadline, math.inf, waited)
                 try:
-                    return decode_response(method, await call.answer())
+                    return decode_response(method, await call.answer)
                 finally:
                     call.close()
             except Unavailable:

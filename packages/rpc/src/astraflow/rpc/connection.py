@@ -44,20 +44,23 @@ REFUSALS: Mapping[str, type[RpcError]] = {
     "Busy": Unavailable,
 }
 
+FINAL = (frames.Result, frames.Failure, frames.End)
+
 AnyCall = TypeVar("AnyCall", bound="Outgoing")
 
 
 class Outgoing:
     """A call in flight, as its owner sees it."""
 
-    __slots__ = ("_connection", "abandoned", "begun", "id", "method")
+    __slots__ = ("abandoned", "begun", "connection", "id", "method", "stats")
 
-    def __init__(self, connection: Connection, call_id: int, method: Method) -> None:
+    def __init__(self, connection: Connection, call_id: int, method: Method, stats: MethodStats) -> None:
         self.id = call_id
         self.method = method
+        self.stats = stats
+        self.connection = connection
         self.abandoned = False
         self.begun = monotonic()
-        self._connection = connection
 
     def push(self, header: Header, payload: Payload) -> None:
         """A frame for this call came."""
@@ -69,43 +72,34 @@ class Outgoing:
 
     def close(self) -> None:
         """The owner goes. If the call has not ended, the server is told to cancel it."""
-        if not self.abandoned and self.id in self._connection.calls:
+        if not self.abandoned and self.id in self.connection.calls:
             self.abandoned = True
-            self._connection.channel.send(frames.Cancel(self.id))
+            self.connection.channel.send(frames.Cancel(self.id))
 
 
 class UnaryCall(Outgoing):
-    """A call with one answer."""
+    """A call with one answer: a future that is Unavailable if the connection is lost before it came, what a Failure
+    says, or DeadlineExceeded at `limit` on the loop's clock."""
 
-    __slots__ = ("_answer", "limit")
+    __slots__ = ("answer", "limit")
 
-    def __init__(self, connection: Connection, call_id: int, method: Method) -> None:
-        super().__init__(connection, call_id, method)
+    def __init__(self, connection: Connection, call_id: int, method: Method, stats: MethodStats) -> None:
+        super().__init__(connection, call_id, method, stats)
         self.limit = math.inf
-        self._answer: asyncio.Future[Payload] = asyncio.get_running_loop().create_future()
+        self.answer: asyncio.Future[Payload] = connection.loop.create_future()
 
     def push(self, header: Header, payload: Payload) -> None:
-        if isinstance(header, frames.Failure):
-            self._fail(self._connection.failure(self.method, payload))
-        elif not self._answer.done():
-            self._answer.set_result(payload)
+        if type(header) is frames.Failure:
+            self._fail(self.connection.failure(self.method, payload))
+        elif not self.answer.done():
+            self.answer.set_result(payload)
 
     def lose(self) -> None:
-        self._fail(self._connection.lost(self.method))
+        self._fail(self.connection.lost(self.method))
 
     def _fail(self, error: Exception) -> None:
-        if not self._answer.done():
-            self._answer.set_exception(error)
-
-    async def answer(self) -> Payload:
-        """Raises Unavailable if the connection is lost before it came, or what a Failure says."""
-        return await self._answer
-
-    async def answer_until(self, limit: float) -> Payload:
-        """As answer(), and raises DeadlineExceeded at `limit`, on the loop's clock."""
-        self.limit = limit
-        self._connection.expire_at(limit)
-        return await self._answer
+        if not self.answer.done():
+            self.answer.set_exception(error)
 
     def expire(self) -> None:
         self._fail(DeadlineExceeded(f"{self.method.name} was not answered in time"))
@@ -114,8 +108,8 @@ class UnaryCall(Outgoing):
 class StreamCall(Outgoing):
     """A call answered by items, of which a window may wait here, and an end."""
 
-    def __init__(self, connection: Connection, call_id: int, method: Method) -> None:
-        super().__init__(connection, call_id, method)
+    def __init__(self, connection: Connection, call_id: int, method: Method, stats: MethodStats) -> None:
+        super().__init__(connection, call_id, method, stats)
         self.buffered = 0
         self._frames: deque[tuple[Header, Payload]] = deque()
         self._waiter: asyncio.Future[None] | None = None
@@ -142,21 +136,21 @@ class StreamCall(Outgoing):
         if self._frames:
             await asyncio.sleep(0)  # a reader of buffered items must not hold the loop
         while not self._frames:
-            if self._connection.channel.closing.is_set():
-                raise self._connection.lost(self.method)
+            if self.connection.channel.closing.is_set():
+                raise self.connection.lost(self.method)
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         header, payload = self._frames.popleft()
         self.buffered -= frames.cost(payload)
         if isinstance(header, frames.Failure):
-            raise self._connection.failure(self.method, payload)
+            raise self.connection.failure(self.method, payload)
         return header, payload
 
     def consume(self, payload: Payload) -> None:
         """Say that an item has been taken; half a window at a time the server hears of it."""
         self._consumed += frames.cost(payload)
         if self._consumed >= frames.STREAM_WINDOW // 2:
-            self._connection.channel.send(frames.Credit(self.id, self._consumed))
+            self.connection.channel.send(frames.Credit(self.id, self._consumed))
             self._consumed = 0
 
     def close(self) -> None:
@@ -170,6 +164,7 @@ class Connection:
     def __init__(
         self, peer: str, description: Description, stats: Mapping[str, MethodStats], max_frame: int, keepalive: float
     ) -> None:
+        self.loop = asyncio.get_running_loop()
         self.channel = Channel(self._on_frame, self._on_closing, peer)
         self.calls: dict[int, Outgoing] = {}
         self.retired = asyncio.Event()
@@ -177,7 +172,7 @@ class Connection:
         self._stats = stats
         self._max_frame = max_frame
         self._keepalive = keepalive
-        self._welcome: asyncio.Future[frames.Welcome | None] = asyncio.get_running_loop().create_future()
+        self._welcome: asyncio.Future[frames.Welcome | None] = self.loop.create_future()
         self._slots: anyio.Semaphore | None = None
         self._last_id = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -229,45 +224,50 @@ class Connection:
             raise
         return monotonic() - since
 
-    def unary(self, method: Method, body: bytes, deadline: float, waited: float = 0.0) -> UnaryCall:
+    def unary(self, method: Method, body: bytes, deadline: float, limit: float, waited: float = 0.0) -> UnaryCall:
         """Send a call, for which there must be a place; its owner must `close()` it.
 
+        Args:
+            deadline: when the server is to give up.
+            limit: when the answer is no longer waited for. Both on the loop's clock.
+
         Raises:
-            DeadlineExceeded: it was not sent, the deadline (on the loop's clock) has passed.
+            DeadlineExceeded: it was not sent, the deadline has passed.
             FrameTooLarge: it was not sent.
         """
-        return self._begun(UnaryCall(self, self._send(method, body, deadline), method), body, waited)
+        call = self._begin(UnaryCall, method, body, deadline, waited)
+        if limit < math.inf:
+            call.limit = limit
+            if self._timer is None or limit < self._timer.when():
+                self._expire_at(limit)
+        return call
 
     def stream(self, method: Method, body: bytes, waited: float) -> StreamCall:
         """As unary(), for a stream, which has no deadline."""
-        return self._begun(StreamCall(self, self._send(method, body, math.inf), method), body, waited)
+        return self._begin(StreamCall, method, body, math.inf, waited)
 
-    def _send(self, method: Method, body: bytes, deadline: float) -> int:
-        self._last_id += 1
+    def _begin(self, kind: type[AnyCall], method: Method, body: bytes, deadline: float, waited: float) -> AnyCall:
+        self._last_id = call_id = self._last_id + 1
         try:
             timeout = None
             if deadline < math.inf:
-                timeout = deadline - asyncio.get_running_loop().time()
+                timeout = deadline - self.loop.time()
                 if timeout <= 0:
                     raise DeadlineExceeded(f"{self._description.name}.{method.name}: no time was left to begin")
-            self.channel.send(
-                frames.Call(self._last_id, method.name, timeout, outgoing_trace()), body, urgent=not self.calls
-            )
+            header = frames.Call(call_id, method.name, timeout, outgoing_trace())
+            self.channel.send(header, body, urgent=not self.calls)
         except BaseException:
             self._release()
             raise
-        return self._last_id
+        stats = self._stats[method.name]
+        call = self.calls[call_id] = kind(self, call_id, method, stats)
+        stats.begin(waited)
+        stats.bytes_sent += len(body)
+        return call
 
     def _release(self) -> None:
         if self._slots is not None:
             self._slots.release()
-
-    def _begun(self, call: AnyCall, body: bytes, waited: float) -> AnyCall:
-        self.calls[call.id] = call
-        stats = self._stats[call.method.name]
-        stats.begin(waited)
-        stats.bytes_sent += len(body)
-        return call
 
     def failure(self, method: Method, payload: Payload) -> Exception:
         """The exception in a Failure frame."""
@@ -282,26 +282,25 @@ class Connection:
     def lost(self, method: Method) -> Unavailable:
         return Unavailable(f"{self._description.name}.{method.name}: {self.channel.reason}")
 
-    def expire_at(self, limit: float) -> None:
+    def _expire_at(self, limit: float) -> None:
         """Look at that time, or before, for calls that have reached their limit.
 
         One timer for all of them: nearly every call ends long before, and a timer of its own costs more than the rest.
         """
-        if self._timer is None or limit < self._timer.when():
-            if self._timer is not None:
-                self._timer.cancel()
-            self._timer = asyncio.get_running_loop().call_at(limit, self._expire)
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self.loop.call_at(limit, self._expire)
 
     def _expire(self) -> None:
         self._timer = None
-        now = asyncio.get_running_loop().time()
+        now = self.loop.time()
         waiting = [call for call in self.calls.values() if isinstance(call, UnaryCall) and not call.abandoned]
         for call in waiting:
             if call.limit <= now:
                 call.expire()
         later = min((call.limit for call in waiting if call.limit > now), default=math.inf)
         if later < math.inf:
-            self.expire_at(later)
+            self._expire_at(later)
 
     def _on_closing(self) -> None:
         if self._timer is not None:
@@ -315,18 +314,20 @@ class Connection:
 
     def _forget(self, call: Outgoing, failed: bool) -> None:
         del self.calls[call.id]
-        self._stats[call.method.name].end(monotonic() - call.begun, failed)
+        call.stats.end(monotonic() - call.begun, failed)
         self._release()
 
     def _on_frame(self, header: Header, payload: Payload) -> None:
+        kind = type(header)
+        if kind in FINAL:
+            self._end(header, payload)  # type: ignore[arg-type]
+            return
         match header:
-            case frames.Result() | frames.End() | frames.Failure():
-                self._end(header, payload)
             case frames.Item():
                 call = self.calls.get(header.id)
                 if call is None or not call.method.stream:
                     raise ProtocolError(f"an item of a stream nobody asked for ({header.id})")
-                self._stats[call.method.name].bytes_received += len(payload)
+                call.stats.bytes_received += len(payload)
                 call.push(header, payload)
             case frames.Goodbye():
                 self.retired.set()
@@ -340,9 +341,9 @@ class Connection:
                 raise ProtocolError(f"{type(header).__name__} is not expected here")
 
     def _end(self, header: frames.Result | frames.End | frames.Failure, payload: Payload) -> None:
-        call = self.calls.get(header.id)
-        if call is None or isinstance(header, frames.End if not call.method.stream else frames.Result):
-            raise ProtocolError(f"{type(header).__name__} for a call that cannot end so ({header.id})")
-        self._stats[call.method.name].bytes_received += len(payload)
-        self._forget(call, failed=isinstance(header, frames.Failure))
+        call, kind = self.calls.get(header.id), type(header)
+        if call is None or kind is (frames.Result if call.method.stream else frames.End):
+            raise ProtocolError(f"{kind.__name__} for a call that cannot end so ({header.id})")
+        call.stats.bytes_received += len(payload)
+        self._forget(call, failed=kind is frames.Failure)
         call.push(header, payload)

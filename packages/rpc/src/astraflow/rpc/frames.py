@@ -156,7 +156,7 @@ class FrameReader:
     def __init__(self, max_frame: int) -> None:
         self.max_frame = max_frame
         self._scratch = memoryview(bytearray(SCRATCH))
-        self._start = self._end = 0
+        self._end = 0
         self._large: memoryview | None = None
         self._buffers = Buffers()
         self._filled = 0
@@ -178,35 +178,44 @@ class FrameReader:
             self._filled += count
             if self._filled == len(self._large):
                 frame, self._large = self._large.toreadonly(), None
-                header, payload = _head(frame, 4, len(frame))
-                yield header, frame[payload:]
+                payload = 6 + _sizes.unpack_from(frame)[1]
+                yield _header(frame, 0, payload, len(frame)), frame[payload:]
             return
-        scratch, end = self._scratch, self._end + count
-        self._end = end
-        length = 0
-        while end - self._start >= 4:
-            (length,) = _length.unpack_from(scratch, self._start)
-            if length > self.max_frame:
-                raise _too_large(length, self.max_frame)
-            start = self._start + 4
-            stop = start + length
-            if stop > end:
-                break
-            self._start = stop
-            header, payload = _head(scratch, start, stop)
-            yield header, bytes(scratch[payload:stop])
-        self._make_room(length)
+        self._end = end = self._end + count
+        if end < 4:
+            return
+        start, stop = 0, 4 + self._length(self._scratch, 0)
+        if stop <= end:
+            data = bytes(self._scratch[:end])  # at once: slices of bytes cost less than those of a view
+            while stop <= end:
+                payload = start + 6 + _sizes.unpack_from(data, start)[1]
+                yield _header(data, start, payload, stop), data[payload:stop]
+                start = stop
+                if end - start < 4:
+                    break
+                stop = start + 4 + self._length(data, start)
+        self._make_room(start, stop)
 
-    def _make_room(self, length: int) -> None:
-        pending = self._end - self._start
-        if pending >= 4 and 4 + length > SCRATCH:
-            self._large = self._allocate(4 + length)
+    def _length(self, data: bytes | memoryview, start: int) -> int:
+        length: int
+        (length,) = _length.unpack_from(data, start)
+        if length > self.max_frame:
+            raise _too_large(length, self.max_frame)
+        if length < 2:
+            raise ProtocolError("a frame without a header")
+        return length
+
+    def _make_room(self, start: int, stop: int) -> None:
+        """Keep what has come of the frame from `start` to `stop`, and see that the rest finds room."""
+        pending = self._end - start
+        if pending >= 4 and stop - start > SCRATCH:
+            self._large = self._allocate(stop - start)
             self._filled = pending
-            self._large[:pending] = self._scratch[self._start : self._end]
+            self._large[:pending] = self._scratch[start : self._end]
             pending = 0
-        elif pending and self._start:
-            self._scratch[:pending] = bytes(self._scratch[self._start : self._end])
-        self._start, self._end = 0, pending
+        elif pending and start:
+            self._scratch[:pending] = bytes(self._scratch[start : self._end])
+        self._end = pending
 
     def _allocate(self, length: int) -> memoryview:
         # Clearing a large buffer at once would block the loop, and a peer that only announces would cost its memory:
@@ -226,16 +235,12 @@ def _too_large(length: int, limit: int) -> FrameTooLarge | ProtocolError:
     return FrameTooLarge(f"a frame of {length} bytes exceeds the limit of {limit} bytes")
 
 
-def _head(buffer: memoryview, start: int, stop: int) -> tuple[Header, int]:
-    """The header of the frame whose length ends at `start`, and where its payload begins."""
-    if stop - start < 2:
-        raise ProtocolError("a frame without a header")
-    _, size = _sizes.unpack_from(buffer, start - 4)
-    payload = start + 2 + size
+def _header(frame: bytes | memoryview, start: int, payload: int, stop: int) -> Header:
+    """The header of the frame from `start` to `stop`, which ends where its payload begins."""
     if payload > stop:
         raise ProtocolError("the header is longer than its frame")
     try:
-        header: Header = _decode_header(buffer[start + 2 : payload])
+        header: Header = _decode_header(frame[start + 6 : payload])
     except DECODE_ERRORS as error:
         raise ProtocolError(f"unknown header: {error}") from error
-    return header, payload
+    return header

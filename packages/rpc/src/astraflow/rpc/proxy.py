@@ -47,18 +47,10 @@ def _proxy_class(description: Description) -> type[Any]:
 
 
 def _forward(method: Method) -> Callable[..., Any]:
-    if method.stream and method.request is None:
-        return lambda self: self._carrier.stream(method, None)
-    if method.stream:
-        return lambda self, request, /: self._carrier.stream(method, request)
-
-    async def plain(self: Any) -> Any:
-        return await self._carrier.call(method, None)
-
-    async def unary(self: Any, request: object, /) -> Any:
-        return await self._carrier.call(method, request)
-
-    return plain if method.request is None else unary
+    begin = "stream" if method.stream else "call"
+    if method.request is None:
+        return lambda self: getattr(self._carrier, begin)(method, None)
+    return lambda self, request, /: getattr(self._carrier, begin)(method, request)
 
 
 class StrictCarrier:

@@ -1,50 +1,37 @@
-"""Serving an object: a listener, its connections, and a handler task for every call in flight.
-
-Every call is answered by exactly one final frame while its connection lives; a handler never outlives its connection,
-its deadline or the server. What a peer sends is checked before anything is run.
-"""
+"""Serving an object: a listener and its connections, which end with the server."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
-import math
 import socket
 import ssl
-import traceback
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from time import monotonic
 from typing import Any
 
 import anyio
-import msgspec
 import structlog
 from anyio.abc import TaskGroup
 
 from . import frames
 from .address import Address, InprocAddress, UnixPath, parse
 from .background import background
+from .calls import MAX_CALLS, Calls, Handlers
 from .channel import CLOSE_TIMEOUT, Channel
 from .describe import Description, describe
-from .failures import FailureBody, encodable, failure_of
 from .frames import Header, Payload
 from .greeting import credentials_objection, language_objection, protection
 from .inproc import handed_over
-from .interface import FrameTooLarge, ProtocolError
-from .invoke import ItemEncoder, closing, decode_request, encode_response, invoke
+from .interface import ProtocolError
 from .listener import accept_all, hang_up, listening, name_of
-from .running import Running, Window
 from .stats import MethodStats
 from .tls import Tls, explain
 from .token import Token
-from .trace import enter_trace
 
 MAX_CONNECTIONS = 4096
 MAX_STRANGERS = 512
-MAX_CALLS = 1024
 HANDSHAKE_TIMEOUT = 10.0
-MAX_TRACE = 8192
 
 log = structlog.get_logger(__name__)
 
@@ -64,7 +51,7 @@ class Server:
         max_connections: int,
         keepalive: float,
     ) -> None:
-        self.impl = impl
+        self.handlers = Handlers(impl, description)
         self.description = description
         self.bound = address
         self.context = context
@@ -72,11 +59,8 @@ class Server:
         self.max_frame = max_frame
         self.max_connections = max_connections
         self.keepalive = keepalive
-        self.draining = False
-        self.stats = {name: MethodStats() for name in description.methods}
         self.connections: set[ServerConnection] = set()
         self._strangers: dict[ServerConnection, None] = {}
-        self._changed = asyncio.Event()
         self._tasks: TaskGroup | None = None
         self._accepting = anyio.CancelScope()
 
@@ -86,10 +70,10 @@ class Server:
 
     def statistics(self) -> Mapping[str, MethodStats]:
         """Figures by method; the live objects."""
-        return self.stats
+        return self.handlers.stats
 
     async def run(self, listener: socket.socket, started: asyncio.Event) -> None:
-        async with anyio.create_task_group() as self._tasks:
+        async with self.handlers.hosts, anyio.create_task_group() as self._tasks:
             with self._accepting, listener:
                 started.set()
                 await accept_all(listener, self._take)
@@ -114,20 +98,17 @@ class Server:
     def forget(self, connection: ServerConnection) -> None:
         self._strangers.pop(connection, None)
         self.connections.discard(connection)
-        self._changed.set()
-
-    def call_ended(self) -> None:
-        self._changed.set()
+        self.handlers.changed.set()
 
     async def drain(self, timeout: float) -> None:
         """Take no new calls, and wait until those in flight have ended, `timeout` seconds at most."""
-        self.draining = True
+        self.handlers.draining = True
         for connection in self.connections:
             connection.channel.send(frames.Goodbye())
         with anyio.move_on_after(timeout):
-            while any(connection.calls for connection in self.connections):
-                self._changed.clear()
-                await self._changed.wait()
+            while any(connection.calls.running for connection in self.connections):
+                self.handlers.changed.clear()
+                await self.handlers.changed.wait()
 
 
 @asynccontextmanager
@@ -188,7 +169,7 @@ async def serve(
                 await server.drain(drain_timeout)
             finally:
                 _stop_listening(server, path)
-                server.draining = True
+                server.handlers.draining = True
 
 
 def _stop_listening(server: Server, path: UnixPath | None) -> None:
@@ -198,15 +179,12 @@ def _stop_listening(server: Server, path: UnixPath | None) -> None:
 
 
 class ServerConnection:
-    """One client. `calls` are those in flight, by the client's ids; each has a task, and `run()` outlives them all.
-
-    Bare tasks, since a task group's cost half of a small call; what it is for, `_finish_calls` does.
-    """
+    """One client. `run()` outlives its calls."""
 
     def __init__(self, server: Server, peer: str) -> None:
         self.server = server
         self.channel = Channel(self._on_frame, self._on_closing, peer)
-        self.calls: dict[int, Running] = {}
+        self.calls = Calls(server.handlers, self.channel)
         self._hello: asyncio.Future[tuple[frames.Hello, Payload] | None] = asyncio.get_running_loop().create_future()
         self._greeted = False
         self._scope = anyio.CancelScope()
@@ -224,7 +202,8 @@ class ServerConnection:
                     channel.refuse("ProtocolError", f"no greeting within {HANDSHAKE_TIMEOUT:g} s")
                 await channel.keep_alive(self.server.keepalive)
         finally:
-            await self._finish_calls()
+            self._greeted = False
+            await self.calls.finish()
             await channel.aclose("the server closed")
             self.server.forget(self)
             if channel.refusal is not None:
@@ -253,25 +232,15 @@ class ServerConnection:
             self._hello.set_result(None)
         self._scope.cancel()
 
-    async def _finish_calls(self) -> None:
-        """Cancel the handlers and wait for their end, also in a cancelled scope."""
-        self._greeted = False
-        for running in self.calls.values():
-            running.scope.cancel()
-        handlers = [running.task for running in self.calls.values() if running.task is not None]
-        if handlers:
-            with anyio.CancelScope(shield=True):
-                await asyncio.wait(handlers)
-
     async def _greet(self, hello: frames.Hello, payload: Payload) -> bool:
         """Welcome the client if it may speak and speaks our language; otherwise refuse it."""
         server, description = self.server, self.server.description
         self.channel.send_limit = max(hello.max_frame, frames.HANDSHAKE_LIMIT)
         refusal = await credentials_objection(hello, server.token) or language_objection(hello, payload, description)
-        if refusal is None and (server.draining or len(server.connections) >= server.max_connections):
+        if refusal is None and (server.handlers.draining or len(server.connections) >= server.max_connections):
             refusal = (
                 "Busy",
-                "the server is closing" if server.draining else "the server takes no more clients",
+                "the server is closing" if server.handlers.draining else "the server takes no more clients",
             )
         if refusal is not None:
             self.channel.refuse(*refusal)
@@ -282,115 +251,15 @@ class ServerConnection:
         return True
 
     def _on_frame(self, header: Header, payload: Payload) -> None:
-        if isinstance(header, frames.Call) and self._greeted:
-            self._start(header, payload)
+        if type(header) is frames.Call and self._greeted:
+            self.calls.start(header, payload)
             return
         match header:
             case frames.Cancel():
-                if header.id in self.calls:
-                    self.calls[header.id].cancel()
+                self.calls.cancel(header.id)
             case frames.Credit():
-                if header.amount < 0:
-                    raise ProtocolError("negative credit")
-                running = self.calls.get(header.id)
-                if running is not None and running.window is not None:
-                    running.window.credit(header.amount)
+                self.calls.credit(header.id, header.amount)
             case frames.Hello() if not self._hello.done():
                 self._hello.set_result((header, payload))
             case _:
                 raise ProtocolError(f"{type(header).__name__} is not expected here")
-
-    def _start(self, header: frames.Call, payload: Payload) -> None:
-        method = self.server.description.methods.get(header.method)
-        if method is None:
-            raise ProtocolError(f"no method {header.method!r}")
-        if header.id in self.calls:
-            raise ProtocolError(f"call {header.id} is already in flight")
-        if len(self.calls) >= MAX_CALLS:
-            raise ProtocolError(f"more than {MAX_CALLS} calls in flight")
-        if header.timeout is not None and not header.timeout >= 0:
-            raise ProtocolError(f"timeout {header.timeout}")
-        if self.server.draining:
-            self._fail(header.id, FailureBody("unavailable", message="the server is closing; the call was not begun"))
-            return
-        loop = asyncio.get_running_loop()
-        running = Running(header, method, math.inf if header.timeout is None else loop.time() + header.timeout)
-        self.calls[header.id] = running
-        running.task = loop.create_task(self._handle(running, payload), name=method.name)
-
-    async def _handle(self, running: Running, payload: Payload) -> None:
-        stats = self.server.stats[running.method.name]
-        begun = monotonic()
-        stats.begin(begun - running.arrived)
-        stats.bytes_received += len(payload)
-        enter_trace(running.trace)
-        failure: FailureBody | None = None
-        try:
-            failure = await self._answer(running, payload)
-            if failure is not None and not self.channel.writable and self._greeted:
-                running.ended = True
-                with anyio.CancelScope() as running.scope:  # or failures pile up for a peer that does not read them
-                    await self.channel.room()
-        except asyncio.CancelledError:  # not ours, it leaked out of the handler
-            failure = FailureBody("cancelled", message="the handler was cancelled")
-        finally:
-            stats.end(monotonic() - begun, failure is not None)
-            del self.calls[running.id]
-            if failure is not None:
-                self._fail(running.id, failure)
-            self.server.call_ended()
-
-    async def _answer(self, running: Running, payload: Payload) -> FailureBody | None:
-        """Run the handler and send what it gives; the failure to send if there is one."""
-        description, method = self.server.description, running.method
-        try:
-            request = decode_request(method, payload)
-        except msgspec.ValidationError as error:  # the peer's mistake: it is told, and nobody needs a traceback
-            return failure_of(error.with_traceback(None), description)
-        try:
-            with running.scope as scope:
-                if running.window is not None:
-                    await self._pump(running, running.window, request)
-                else:
-                    body = encode_response(method, await invoke(self.server.impl, method, request))
-                if not self.channel.writable:
-                    await self.channel.ready()
-            if scope.cancelled_caught:
-                return self._cut_short(running)
-            if method.stream:
-                self.channel.send(frames.End(running.id))
-            else:
-                self.server.stats[method.name].bytes_sent += len(body)
-                self.channel.send(frames.Result(running.id), body, urgent=len(self.calls) == 1)
-        except FrameTooLarge as error:
-            return FailureBody("too_large", message=str(error))
-        except Exception as error:
-            failure = failure_of(error, description)
-            if failure.code == "error" and not self.channel.closing.is_set():
-                trace = encodable("".join(traceback.format_exception(error))[-MAX_TRACE:])
-                log.error("handler failed", method=f"{description.name}.{method.name}", traceback=trace)
-            return failure
-        return None
-
-    def _cut_short(self, running: Running) -> FailureBody:
-        if running.cancelled:
-            return FailureBody("cancelled")
-        if not self._greeted:
-            return FailureBody("unavailable", message="the server closed before the call ended")
-        return FailureBody("deadline")
-
-    async def _pump(self, running: Running, window: Window, request: object) -> None:
-        """Send a stream's items as fast as the client consumes them."""
-        encoder = ItemEncoder(running.method)
-        async with closing(invoke(self.server.impl, running.method, request)) as items:
-            async for item in items:
-                body = encoder.encode(item)
-                await window.wait()
-                await self.channel.ready()
-                self.channel.send(frames.Item(running.id), body)
-                window.outstanding += frames.cost(body)
-                self.server.stats[running.method.name].bytes_sent += len(body)
-                await asyncio.sleep(0)  # a generator that never waits must not hold the loop
-
-    def _fail(self, call_id: int, failure: FailureBody) -> None:
-        self.channel.send(frames.Failure(call_id), frames.encode(failure))
