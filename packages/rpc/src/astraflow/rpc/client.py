@@ -187,6 +187,7 @@ class Client:
                 # The caller's own scope says what its deadline means; it must not be overtaken by the server's timer.
                 if deadline < math.inf:
                     await anyio.sleep(max(0.0, deadline - anyio.current_time()) + OWNER_FIRST)
+                    await anyio.lowlevel.checkpoint()  # a loop that was held up wakes us before it cancels us
                 raise
         connection = self._connection
         if connection is not None and connection.claim():  # only the answer is to be waited for
