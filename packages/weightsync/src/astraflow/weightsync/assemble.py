@@ -6,6 +6,7 @@ has the xxh3-128 of the dense frame.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import blake3
@@ -13,6 +14,7 @@ import numpy as np
 import xxhash
 
 from .codecs import Change, decode, sparse_is_smaller, write
+from .frames import count_codecs, density
 from .interface import Bytes, CorruptVersion, Sink, Store, WeightSyncError, WrongBase
 from .layout import ITEMSIZE, cut, elements
 from .manifest import FrameRecord, Manifest, VersionRef, decode_manifest, manifest_key, part_key
@@ -55,6 +57,20 @@ class Assembler:
     @property
     def from_anchor(self) -> bool:
         return self._anchor is not None
+
+    @property
+    def density(self) -> float:
+        """The share of the values that the deltas change; 1.0 from an anchor."""
+        return 1.0 if self.from_anchor else density(self.layout, self._records)
+
+    @property
+    def codecs(self) -> dict[str, int]:
+        """How many changed frames of the deltas are in which codec."""
+        return count_codecs(self._records)
+
+    @property
+    def _records(self) -> Iterator[FrameRecord]:
+        return (frame for manifest in self._deltas for frame in manifest.frames)
 
     def spans(self, group: range) -> list[Spans]:
         """The payloads of the frames in `group`, one read per part of each delta."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -9,10 +10,11 @@ import blake3
 import xxhash
 from msgspec.structs import replace
 
-from .codecs import RAW, Encoded, encode
+from .codecs import NAMES, RAW, Codec, Encoded, compare, encode
 from .interface import Bytes, TensorSpec
 from .layout import ITEMSIZE
 from .manifest import FrameRecord
+from .seconds import Seconds
 
 NO_DELTA = Encoded(RAW, 0, b"")
 
@@ -25,9 +27,14 @@ class Made(NamedTuple):
     payload: bytes
 
 
-def make(dense: Bytes, base: Bytes | None, dtype: str) -> Made:
-    """The frame whose bytes are `dense`, as a change of `base`, where there is one."""
-    delta = encode(base, dense, dtype) if base is not None else NO_DELTA
+def make(dense: Bytes, base: Bytes | None, dtype: str, codec: Codec, seconds: Seconds) -> Made:
+    """The frame whose bytes are `dense`, as a change of `base`, where there is one. Counts diff and encode."""
+    delta = NO_DELTA
+    if base is not None:
+        with seconds.of("diff"):
+            found = compare(base, dense, dtype)
+        with seconds.of("encode"):
+            delta = encode(base, dense, dtype, codec, found)
     return Made(dense_digest(dense), delta, blake3.blake3(delta.payload).digest() if delta.payload else b"")
 
 
@@ -67,4 +74,9 @@ class Records:
 def density(layout: Iterable[TensorSpec], frames: Iterable[FrameRecord]) -> float:
     """The share of the values that changed."""
     count = sum(spec.nbytes // ITEMSIZE[spec.dtype] for spec in layout)
-    return sum(frame.changed for frame in frames) / count
+    return sum(frame.changed for frame in frames) / max(1, count)
+
+
+def count_codecs(frames: Iterable[FrameRecord]) -> dict[str, int]:
+    """How many changed frames are in which codec, by its name."""
+    return dict(Counter(NAMES.get(frame.codec, str(frame.codec)) for frame in frames if frame.size))

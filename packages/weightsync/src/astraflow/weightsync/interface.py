@@ -53,7 +53,12 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PublishReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What a publish did. `density` is the share of values that changed (1.0 for the first version)."""
+    """What a publish did.
+
+    `density` is the share of values that changed (1.0 without a delta), `codecs` how many changed frames are in which
+    codec. `seconds` by the clock; `diff_s` (comparing) and `encode_s` are summed over threads, `write_s` is what the
+    store took.
+    """
 
     version: int
     digest: str
@@ -62,20 +67,47 @@ class PublishReport(msgspec.Struct, frozen=True, kw_only=True):
     delta_bytes: int
     anchor_bytes: int
     density: float
+    codecs: dict[str, int]
     seconds: float
+    diff_s: float
+    encode_s: float
+    write_s: float
+
+    @property
+    def ratio(self) -> float:
+        """Dense bytes for each byte of the delta; of the anchor, where that is all there is."""
+        return self.dense_bytes / max(1, self.delta_bytes or self.anchor_bytes)
 
 
 class PullReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What a pull did: `bytes` moved, by `kind`; `stage_s` while the old weights served, `commit_s` the short end."""
+    """What a pull did: bytes by `kind`; `stage_s` by the clock while the old weights served, `commit_s` the short end,
+    for which serving pauses.
+
+    `density` is the share of values that the deltas change (1.0 from an anchor), `codecs` how many changed frames were
+    in which codec. Of `stage_s`, summed over threads: `transfer_s` (from the store), `verify_s`, `decode_s` and
+    `apply_s` (reading the sink and handing it the changes).
+    """
 
     version: int
     incarnation: int
     digest: str
     kind: PullKind
+    dense_bytes: int
     full_bytes: int
     delta_bytes: int
+    density: float
+    codecs: dict[str, int]
     stage_s: float
+    transfer_s: float
+    verify_s: float
+    decode_s: float
+    apply_s: float
     commit_s: float
+
+    @property
+    def ratio(self) -> float:
+        """Dense bytes for each byte that was read."""
+        return self.dense_bytes / max(1, self.full_bytes + self.delta_bytes)
 
 
 class Retention(msgspec.Struct, frozen=True, kw_only=True):

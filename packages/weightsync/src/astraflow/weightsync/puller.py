@@ -11,13 +11,18 @@ import time
 
 import anyio
 import anyio.to_thread
+import structlog
+from msgspec.structs import asdict
 
 from .assemble import Assembler
 from .interface import CorruptVersion, PullReport, Sink, SinkState, Store, TransferMode, WeightSyncError
+from .layout import dense_bytes
 from .leases import lease
 from .manifest import HEAD, Head, decode_head
 from .plan import Path, choose
 from .staging import stage
+
+log = structlog.get_logger(__name__)
 
 _ATTEMPTS = 5
 """Retention may remove a version while it is read; the newest one is then read instead, this often."""
@@ -26,9 +31,10 @@ _ATTEMPTS = 5
 class Staged:
     """A version prepared beside the weights that serve. Ends with `commit` or `abort`, whichever comes first."""
 
-    def __init__(self, sink: Sink, path: Path, stage_s: float) -> None:
+    def __init__(self, sink: Sink, path: Path, assembler: Assembler, stage_s: float) -> None:
         self._sink = sink
         self._path = path
+        self._assembler = assembler
         self._stage_s = stage_s
         self._open = True
         self._ending = threading.Lock()
@@ -55,16 +61,29 @@ class Staged:
             except BaseException:
                 self._sink.abort()
                 raise
-        return PullReport(
+        return self._report(time.perf_counter() - started)
+
+    def _report(self, commit_s: float) -> PullReport:
+        target, seconds = self._path.target, self._assembler.seconds
+        report = PullReport(
             version=target.version,
             incarnation=target.incarnation,
             digest=target.root,
             kind=self._path.kind,
+            dense_bytes=dense_bytes(self._assembler.layout),
             full_bytes=self._path.full_bytes,
             delta_bytes=self._path.delta_bytes,
+            density=self._assembler.density,
+            codecs=self._assembler.codecs,
             stage_s=self._stage_s,
-            commit_s=time.perf_counter() - started,
+            transfer_s=seconds["transfer"],
+            verify_s=seconds["verify"],
+            decode_s=seconds["decode"],
+            apply_s=seconds["apply"],
+            commit_s=commit_s,
         )
+        log.info("pulled", ratio=round(report.ratio, 1), **asdict(report))
+        return report
 
     def abort(self) -> None:
         """Forget it; the old weights stay. No error if it has ended; waits for a `commit` under way."""
@@ -106,8 +125,9 @@ class Puller:
                 async with lease(self._store, path.versions):
                     head = await anyio.to_thread.run_sync(self._head)  # only what it names now is under the lease
                     named = set(head.versions) if head is not None else set()
-                    if path.versions <= named and await self._attempt(path):
-                        self._staged = Staged(self._sink, path, time.perf_counter() - started)
+                    assembler = await self._attempt(path) if path.versions <= named else None
+                    if assembler is not None:
+                        self._staged = Staged(self._sink, path, assembler, time.perf_counter() - started)
                         return self._staged
             raise WeightSyncError(
                 f"{self._store.url}: versions were removed while being read, {_ATTEMPTS} times; keep more of them"
@@ -134,19 +154,19 @@ class Puller:
             return None
         return choose(head, self._sink.state(), self._mode, self._interval, full=self._distrust)
 
-    async def _attempt(self, path: Path) -> bool:
-        """False if it was removed meanwhile."""
+    async def _attempt(self, path: Path) -> Assembler | None:
+        """What was staged; None if it was removed meanwhile."""
         try:
             assembler = await anyio.to_thread.run_sync(Assembler, self._store, path)
             await stage(assembler, self._sink)
         except FileNotFoundError as gone:
             head = await anyio.to_thread.run_sync(self._head)
             if head is None or not path.versions <= set(head.versions):
-                return False
+                return None
             self._distrust = path.anchor is None
             raise CorruptVersion(f"version {path.target.version} is named by HEAD but incomplete") from gone
         except WeightSyncError:
             self._distrust = path.anchor is None
             raise
         self._distrust = False
-        return True
+        return assembler

@@ -7,6 +7,9 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TypeVar
+
+Item = TypeVar("Item")
 
 
 class Seconds:
@@ -24,6 +27,16 @@ class Seconds:
         finally:
             with self._adding:
                 self._spent[part] += time.perf_counter() - started
+
+    def waiting(self, items: Iterator[Item]) -> Iterator[Item]:
+        """`items`, and what it took them to come as `wait`."""
+        while True:
+            with self.of("wait"):
+                try:
+                    item = next(items)
+                except StopIteration:
+                    return
+            yield item
 
     def __getitem__(self, part: str) -> float:
         return self._spent.get(part, 0.0)

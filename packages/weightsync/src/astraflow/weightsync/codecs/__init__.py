@@ -13,7 +13,7 @@ Bits are compared and restored, never values: NaN payloads and the sign of zero 
 
 from .changes import Index, changed_elements, sparse_is_smaller
 from .decode import Change, apply, decode, write
-from .encode import encode
+from .encode import compare, encode
 from .kinds import CODECS, GAP_XOR, L0, L2, NAMES, PLANES, RAW, Codec, Encoded
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "Index",
     "apply",
     "changed_elements",
+    "compare",
     "decode",
     "encode",
     "sparse_is_smaller",

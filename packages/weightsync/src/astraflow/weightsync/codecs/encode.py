@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from ..interface import Bytes
 from ..layout import ITEMSIZE, elements
 from . import base_aware, base_free, zstd
-from .changes import Index, Unsigned, count, difference, positions
+from .changes import Bits, Index, Unsigned, count, difference, positions
 from .kinds import GAP_XOR, L0, L2, PLANES, RAW, Codec, Encoded
 from .order import FLOATS
 
@@ -16,8 +18,20 @@ _SAMPLE = 1 << 16
 """Elements that are encoded to see what all would take."""
 
 
-def encode(old: Bytes, new: Bytes, dtype: str, codec: Codec = "auto") -> Encoded:
-    """The change from `old` to `new` (uint8, same length).
+class Difference(NamedTuple):
+    """The elements of a frame whose bits changed: a set of them, and how many."""
+
+    bits: Bits
+    changed: int
+
+
+def compare(old: Bytes, new: Bytes, dtype: str) -> Difference:
+    bits = difference(old, new, ITEMSIZE[dtype])
+    return Difference(bits, count(bits))
+
+
+def encode(old: Bytes, new: Bytes, dtype: str, codec: Codec = "auto", found: Difference | None = None) -> Encoded:
+    """The change from `old` to `new` (uint8, same length); `found` is what `compare` says, if that is known.
 
     `auto`: `l2` where the histogram of exponents says that it pays, else `l0`; `xor` for dtypes that are not floats;
     `planes` or `raw` where a frame has changed so much that they are smaller. By name: that codec where it exists for
@@ -25,8 +39,7 @@ def encode(old: Bytes, new: Bytes, dtype: str, codec: Codec = "auto") -> Encoded
     not a copy.
     """
     itemsize = ITEMSIZE[dtype]
-    bits = difference(old, new, itemsize)
-    changed = count(bits)
+    bits, changed = found if found is not None else compare(old, new, dtype)
     if not changed:
         return _NOTHING
     raw = Encoded(RAW, changed, new.data)
