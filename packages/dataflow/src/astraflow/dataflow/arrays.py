@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-DTYPES = frozenset({"bool", "uint8", "int32", "int64", "float32", "float64"})
+DTYPES = {name: np.dtype(name) for name in ("bool", "uint8", "int32", "int64", "float32", "float64")}
 
 
 class Array(msgspec.Struct, frozen=True, array_like=True):
@@ -38,10 +38,11 @@ class Array(msgspec.Struct, frozen=True, array_like=True):
         Raises:
             ValueError: the dtype is unknown or the number of bytes is not what dtype and shape say.
         """
-        if self.dtype not in DTYPES or any(n < 0 for n in self.shape):
-            raise ValueError(f"malformed array: dtype {self.dtype!r}, shape {self.shape}")
-        view = np.frombuffer(self.data, dtype=self.dtype)
-        if view.size != math.prod(self.shape):
-            raise ValueError(f"malformed array: {view.size} values for shape {self.shape}")
+        dtype, shape = DTYPES.get(self.dtype), self.shape
+        if dtype is None or (shape and min(shape) < 0):
+            raise ValueError(f"malformed array: dtype {self.dtype!r}, shape {shape}")
+        view = np.frombuffer(self.data, dtype)
+        if view.size != math.prod(shape):
+            raise ValueError(f"malformed array: {view.size} values for shape {shape}")
         view.flags.writeable = False
-        return view.reshape(self.shape)
+        return view if len(shape) == 1 else view.reshape(shape)

@@ -7,8 +7,8 @@ the samples that are there.
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -32,7 +32,7 @@ class PolicyGroup(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def mean(self) -> float:
         """The mean reward over trajectories, 0 if none is scored."""
-        return statistics.fmean(self.rewards) if self.rewards else 0.0
+        return math.fsum(self.rewards) / len(self.rewards) if self.rewards else 0.0
 
     def keeping(self, samples: Iterable[TrainSample]) -> PolicyGroup:
         """The group with these samples alone and their statistics: a trajectory's reward is the mean of its sequences'
@@ -42,12 +42,19 @@ class PolicyGroup(msgspec.Struct, frozen=True, kw_only=True):
         by_trajectory: dict[str, list[float]] = {}
         for sample in kept:
             by_trajectory.setdefault(trajectory_of(sample), []).append(reward_of(sample))
-        rewards = tuple(statistics.fmean(parts) for parts in by_trajectory.values())
-        mean = statistics.fmean(rewards) if rewards else 0.0
-        spread = statistics.stdev(rewards) if len(rewards) > 1 and min(rewards) != max(rewards) else 0.0
+        rewards = tuple(math.fsum(parts) / len(parts) for parts in by_trajectory.values())
+        mean, spread = mean_and_deviation(rewards)
         replace = msgspec.structs.replace
         changed = tuple(replace(s, group_mean=mean, group_std=spread, group_size=len(rewards)) for s in kept)
         return replace(self, samples=changed, rewards=rewards)
+
+
+def mean_and_deviation(values: Sequence[float]) -> tuple[float, float]:
+    """The mean and the unbiased standard deviation; 0 of none, and the deviation exactly 0 of equal values."""
+    mean = math.fsum(values) / len(values) if values else 0.0
+    if len(values) < 2 or min(values) == max(values):
+        return mean, 0.0
+    return mean, math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
 
 
 def trajectory_of(sample: TrainSample) -> str:

@@ -13,16 +13,19 @@ from .interface import RolloutGroup, SampleResult, Sequence, TrainSample, Trajec
 
 def malformed(result: SampleResult) -> str | None:
     """Why this result cannot be taken, or None. It names the task and sample."""
-    where = f"task {result.task_id} sample {result.sample_index} from {result.worker_id}"
     for name, value in result.trajectory.metrics.items():
         if not math.isfinite(value):
-            return f"{where}: metric {name!r} is {value}"
+            return f"{_where(result)}: metric {name!r} is {value}"
     for index, sequence in enumerate(result.trajectory.sequences):
         try:
             sequence.check()
         except ValueError as error:
-            return f"{where}, sequence {index} of {sequence.model_id!r}: {error}"
+            return f"{_where(result)}, sequence {index} of {sequence.model_id!r}: {error}"
     return None
+
+
+def _where(result: SampleResult) -> str:
+    return f"task {result.task_id} sample {result.sample_index} from {result.worker_id}"
 
 
 def policy_group(group: RolloutGroup, model_id: str) -> PolicyGroup:
@@ -84,5 +87,5 @@ def _parts(trajectory: Trajectory, model_id: str) -> list[tuple[int, Sequence]]:
     return [
         (position, sequence)
         for position, sequence in enumerate(trajectory.sequences)
-        if sequence.model_id == model_id and bool(sequence.loss_mask.numpy().any())
+        if sequence.model_id == model_id and sequence.version_range[1] >= 0
     ]
