@@ -122,6 +122,22 @@ class Kit:
         sequences = tuple(self.sequence(name, reward, at.get(name, 0)) for name, reward in rewards.items())
         return Trajectory(sequences=sequences, **fields)
 
+    def holding(self, *sequences: TokenSequence) -> Trajectory:
+        return Trajectory(sequences=sequences)
+
+    def task(self, task_id: str, n_samples: int, *names: str) -> RolloutTask:
+        """A task as a worker has it."""
+        (prompt,) = self.prompts(1)
+        return RolloutTask(
+            task_id=task_id,
+            prompt=prompt,
+            workflow="math",
+            n_samples=n_samples,
+            sampling={name: Sampling() for name in names or ("solver",)},
+            seed=0,
+            deadline_s=10.0,
+        )
+
     def result(
         self, task: RolloutTask, index: int, trajectory: Trajectory, worker: str = "w0", **fields: Any
     ) -> SampleResult:

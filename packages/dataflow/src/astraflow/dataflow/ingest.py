@@ -6,9 +6,25 @@ Invariants: nothing malformed gets past here; a sample without a usable reward i
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
+from .checking import well_formed
 from .group import PolicyGroup
 from .interface import RolloutGroup, SampleResult, Sequence, TrainSample, Trajectory
+
+
+def problems(results: Iterable[SampleResult]) -> dict[int, str]:
+    """Why results cannot be taken, by their position; empty if all can. Each names the task and sample."""
+    looked_at = list(results)
+    sequences = [sequence for result in looked_at for sequence in result.trajectory.sequences]
+    if well_formed(sequences) and all(finite(result.trajectory.metrics.values()) for result in looked_at):
+        return {}
+    found = ((position, malformed(result)) for position, result in enumerate(looked_at))
+    return {position: problem for position, problem in found if problem is not None}
+
+
+def finite(values: Iterable[float]) -> bool:
+    return all(map(math.isfinite, values))
 
 
 def malformed(result: SampleResult) -> str | None:

@@ -21,7 +21,7 @@ from .config import DataflowConfig
 from .dispatch import SWEEP_S, Dispatch
 from .evaluations import Evaluations
 from .health import Health
-from .ingest import malformed, missing_ids, policy_group
+from .ingest import missing_ids, policy_group, problems
 from .interface import (
     Attachment,
     AttachRequest,
@@ -141,7 +141,8 @@ class Dataflow:
         now = self._clock()
         accepted = duplicates = 0
         rejected: list[str] = []
-        for result in request.results:
+        wrong = problems(request.results)
+        for position, result in enumerate(request.results):
             self._workers.hear(result.worker_id, now)
             task = self._tasks.get(result.task_id)
             if task is None or task.has(result.sample_index) or task.outlived(result):
@@ -150,12 +151,12 @@ class Dataflow:
             if not 0 <= result.sample_index < task.task.n_samples:
                 rejected.append(f"task {result.task_id} has no sample {result.sample_index}")
                 continue
-            problem = malformed(result)
+            problem = wrong.get(position, "")
             if problem:
                 rejected.append(problem)
             else:
                 accepted += 1
-            self._settle(task, result, problem or "", now)
+            self._settle(task, result, problem, now)
         self._sweep(now)
         await self._journal.durable()
         return SubmitReply(accepted=accepted, duplicates=duplicates, rejected=tuple(rejected))
