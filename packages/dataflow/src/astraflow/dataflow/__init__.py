@@ -28,7 +28,6 @@ from .interface import (
     Evaluation,
     EvaluationQuery,
     Fenced,
-    FinishReason,
     Heartbeat,
     HeartbeatReply,
     LeaseReply,
@@ -46,7 +45,6 @@ from .interface import (
     SampleResult,
     Sampling,
     Scalar,
-    Sequence,
     Status,
     StepReport,
     SubmitReply,
@@ -62,6 +60,7 @@ from .interface import (
 )
 from .journal import Journal, JournalError, open_journal
 from .observer import Observer
+from .sequence import FinishReason, Sequence
 from .service import Dataflow
 from .sources import EvalSuite, ListSource, PromptSource
 

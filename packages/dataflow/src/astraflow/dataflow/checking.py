@@ -11,7 +11,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from .interface import Sequence as TokenSequence
+from .sequence import Sequence as TokenSequence
 
 
 def well_formed(sequences: Sequence[TokenSequence]) -> bool:

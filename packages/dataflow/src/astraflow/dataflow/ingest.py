@@ -10,7 +10,8 @@ from collections.abc import Iterable
 
 from .checking import well_formed
 from .group import PolicyGroup
-from .interface import RolloutGroup, SampleResult, Sequence, TrainSample, Trajectory
+from .interface import RolloutGroup, SampleResult, TrainSample, Trajectory
+from .sequence import Sequence
 
 
 def problems(results: Iterable[SampleResult]) -> dict[int, str]:

@@ -11,7 +11,8 @@ import msgspec
 import zstandard
 
 from ..arrays import Array
-from ..interface import Sequence, TrainSample, Trajectory
+from ..interface import TrainSample, Trajectory
+from ..sequence import Sequence
 
 LEVEL = 1
 ARRAYS = ("tokens", "loss_mask", "logprobs", "versions")
