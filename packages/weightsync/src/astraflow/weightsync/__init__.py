@@ -1,5 +1,6 @@
 """Publish, store, pull and apply weight versions: full or as bit-exact deltas."""
 
+from .channel import Channel, LocalChannel, RankLost, TorchChannel
 from .directory_store import DirectoryStore
 from .interface import (
     CorruptVersion,
@@ -24,24 +25,32 @@ from .object_store import HttpStore, ObjectStore
 from .publisher import Publisher
 from .puller import Puller, Staged
 from .safetensors_sink import SafetensorsSink
+from .sharded import ShardedPublisher
+from .shards import Piece
 from .stores import open_store
 from .tensor_sink import TensorSink
+from .torch_shards import shards_of
 
 __all__ = [
+    "Channel",
     "CorruptVersion",
     "DirectoryStore",
     "Entry",
     "HttpStore",
+    "LocalChannel",
     "MemoryStore",
     "ObjectStore",
     "OffsetStore",
+    "Piece",
     "PublishReport",
     "Publisher",
     "PullReport",
     "Puller",
+    "RankLost",
     "RemoteStore",
     "Retention",
     "SafetensorsSink",
+    "ShardedPublisher",
     "Sink",
     "SinkState",
     "Staged",
@@ -50,8 +59,10 @@ __all__ = [
     "TensorSink",
     "TensorSpec",
     "Tensors",
+    "TorchChannel",
     "TransferMode",
     "WeightSyncError",
     "WrongBase",
     "open_store",
+    "shards_of",
 ]
