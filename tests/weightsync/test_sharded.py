@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from astraflow.weightsync import (
     DirectoryStore,
+    Entry,
     LocalChannel,
     MemoryStore,
     Piece,
@@ -239,8 +240,14 @@ class Failing(MemoryStore):
             raise OSError(5, "Input/output error")
         return self._under.swap(key, old, new)
 
+    def poll(self, key: str, seen: str = "") -> tuple[bytes, str] | None:
+        return self._under.poll(key, seen)
+
     def list(self, prefix: str) -> list[str]:
         return self._under.list(prefix)
+
+    def entries(self, prefix: str) -> Sequence[Entry]:
+        return self._under.entries(prefix)
 
     def delete(self, key: str) -> None:
         self._under.delete(key)
@@ -367,3 +374,12 @@ async def test_tensors_that_change_between_a_frame_and_its_anchor_file_are_notic
     ranks = Ranks([Meddling(memory), memory])
     results = await ranks.outcomes([shards(model, 2, rank) for rank in range(2)], 0)
     assert all(isinstance(result, WeightSyncError) and "changed while" in str(result) for result in results)
+
+
+async def test_ranks_publish_into_a_bucket(bucket: Store, model: Arrays, change: Change, same: Same) -> None:
+    ranks = Ranks([bucket] * 2)
+    for version in range(2):
+        await ranks.publish(model, version)
+        assert same(await pulled(bucket, model), model)
+        change(model, version)
+    assert "1/v/0/model.safetensors.index.json" in bucket.list("1/v/0/")
