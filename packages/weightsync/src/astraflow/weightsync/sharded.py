@@ -23,6 +23,7 @@ import msgspec
 import structlog
 
 from .channel import Channel, RankLost, broadcast, gather
+from .codecs import CODECS, Codec
 from .frames import density
 from .interface import (
     Bytes,
@@ -96,6 +97,7 @@ class _Outcome(msgspec.Struct, frozen=True):
     delta_bytes: int = 0
     anchor_bytes: int = 0
     density: float = 1.0
+    codecs: dict[str, int] = {}
     failure: _Failure | None = None
 
 
@@ -120,7 +122,11 @@ class ShardedPublisher:
         incarnation: int,
         anchor_every: int = 10,
         retention: Retention = _RETENTION,
+        codec: Codec = "auto",
     ) -> None:
+        if codec not in CODECS:
+            raise ValueError(f"codec {codec!r} is unknown; there are {', '.join(CODECS)}")
+        self._codec: Codec = codec
         self._store = store
         self._channel = channel
         self._stream = Stream(store, stream, incarnation, anchor_every, retention)
@@ -159,7 +165,8 @@ class ShardedPublisher:
         self._advance(work, share, outcome.root, order.plan)
         if self._channel.rank == 0:
             self._stream.remove_old()
-        return PublishReport(
+        seconds = work.seconds
+        report = PublishReport(
             version=version,
             digest=outcome.root,
             anchor=order.anchor,
@@ -167,8 +174,14 @@ class ShardedPublisher:
             delta_bytes=outcome.delta_bytes,
             anchor_bytes=outcome.anchor_bytes,
             density=outcome.density,
+            codecs=outcome.codecs,
             seconds=time.perf_counter() - started,
+            diff_s=seconds["diff"],
+            encode_s=seconds["encode"],
+            write_s=seconds["write"] - seconds["wait"],
         )
+        log.info("published", store=self._store.url, rank=self._channel.rank, **msgspec.structs.asdict(report))
+        return report
 
     def _agree(self, pieces: Sequence[Piece], version: int) -> _Order:
         where = (self._stream.name, self._stream.incarnation, version)
@@ -219,6 +232,7 @@ class ShardedPublisher:
             version=version,
             has_base=order.has_base,
             anchor=order.anchor,
+            codec=self._codec,
         )
 
     def _make(self, work: Work, order: _Order, version: int) -> tuple[_Outcome, Share]:

@@ -12,11 +12,12 @@ import numpy as np
 from msgspec.structs import replace
 
 from .channel import Channel, RankLost
-from .codecs import apply
+from .codecs import Codec, apply
 from .frames import Made, Records, dense_digest, make
 from .interface import Bytes, CorruptVersion, OffsetStore, Store, WeightSyncError
 from .layout import FRAME_BYTES, cut, dense_bytes, offsets, safetensors_header
 from .manifest import AnchorPart, FrameRecord, anchor_name, delta_name, part_key
+from .seconds import Seconds
 from .shards import Assigned, Extent, Held, Piece, assign, extents_of, files_of, held, layout_of, rounds_of
 from .sources import read_bytes
 from .workers import in_order
@@ -78,8 +79,11 @@ class Work:
         version: int,
         has_base: bool,
         anchor: bool,
+        codec: Codec,
     ) -> None:
         self.plan = plan
+        self.seconds = Seconds()
+        self._codec: Codec = codec
         self._store = store
         self._channel = channel
         self._rank = channel.rank
@@ -99,22 +103,26 @@ class Work:
         """Make this rank's frames and write its parts. If it fails, the other ranks still get what they wait for."""
         rounds = self._rounds(self.plan.rounds)
         file_rounds = self._rounds(self.plan.file_rounds if self._anchor and not self._offsets else [])
-        records, digests = Records(self._rank), list[bytes]()
         try:
-            if self._has_base:
-                self._store.put(self._delta_key, self._payloads(rounds, records, digests))
-            else:
-                for _ in self._payloads(rounds, records, digests):
-                    pass
-            if self._offsets and self._anchor:
-                records.name_anchor(digests)
-            anchored = self._write_file(file_rounds)
+            with self.seconds.of("write"):
+                return self._write(rounds, file_rounds)
         except RankLost:
             raise
         except Exception:
             for _ in chain(rounds, file_rounds):
                 pass
             raise
+
+    def _write(self, rounds: Iterator[list[_Parts]], file_rounds: Iterator[list[_Parts]]) -> Share:
+        records, digests = Records(self._rank), list[bytes]()
+        if self._has_base:
+            self._store.put(self._delta_key, self._payloads(rounds, records, digests))
+        else:
+            for _ in self._payloads(rounds, records, digests):
+                pass
+        if self._offsets and self._anchor:
+            records.name_anchor(digests)
+        anchored = self._write_file(file_rounds)
         return Share(tuple(records.frames), records.size, anchored)
 
     def advance(self, share: Share) -> None:
@@ -145,7 +153,7 @@ class Work:
     ) -> Iterator[bytes | memoryview]:
         if self._offsets and self._rank in self._anchor:
             self._write_at([(0, self._anchor[self._rank][1])])
-        for group in in_order(self._encode, rounds):
+        for group in self.seconds.waiting(in_order(self._encode, rounds)):
             for made, digest in group:
                 records.add(made)
                 digests.append(digest)
@@ -156,7 +164,7 @@ class Work:
         for parts in group:
             item, dense = parts.item, self._joined(parts)
             base = self._snapshot[item.position] if self._has_base else None
-            made = make(dense, base, self.plan.dtype(item))
+            made = make(dense, base, self.plan.dtype(item), self._codec, self.seconds)
             digest = b""
             if base is None:
                 self._snapshot[item.position] = np.array(dense)
@@ -177,7 +185,7 @@ class Work:
         digests: list[tuple[bytes, bytes]] = []
 
         def dense() -> Iterator[bytes | memoryview]:
-            for group in in_order(self._name, rounds):
+            for group in self.seconds.waiting(in_order(self._name, rounds)):
                 for made, digest, data in group:
                     digests.append((made, digest))
                     yield data.data
