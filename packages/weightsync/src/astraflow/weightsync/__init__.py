@@ -21,6 +21,7 @@ from .interface import (
     WrongBase,
 )
 from .memory_store import MemoryStore
+from .mirror import Mirror, MirrorStatus
 from .object_store import HttpStore, ObjectStore
 from .publisher import Publisher
 from .puller import Puller, Staged
@@ -39,6 +40,8 @@ __all__ = [
     "HttpStore",
     "LocalChannel",
     "MemoryStore",
+    "Mirror",
+    "MirrorStatus",
     "ObjectStore",
     "OffsetStore",
     "Piece",
