@@ -5,6 +5,7 @@ from .directory_store import DirectoryStore
 from .interface import (
     CorruptVersion,
     Entry,
+    Located,
     OffsetStore,
     PublishReport,
     PullReport,
@@ -26,6 +27,7 @@ from .object_store import HttpStore, ObjectStore
 from .publisher import Publisher
 from .puller import Puller, Staged
 from .safetensors_sink import SafetensorsSink
+from .server import Served, Tls, serve
 from .sharded import ShardedPublisher
 from .shards import Piece
 from .stores import open_store
@@ -39,6 +41,7 @@ __all__ = [
     "Entry",
     "HttpStore",
     "LocalChannel",
+    "Located",
     "MemoryStore",
     "Mirror",
     "MirrorStatus",
@@ -53,6 +56,7 @@ __all__ = [
     "RemoteStore",
     "Retention",
     "SafetensorsSink",
+    "Served",
     "ShardedPublisher",
     "Sink",
     "SinkState",
@@ -62,10 +66,12 @@ __all__ = [
     "TensorSink",
     "TensorSpec",
     "Tensors",
+    "Tls",
     "TorchChannel",
     "TransferMode",
     "WeightSyncError",
     "WrongBase",
     "open_store",
+    "serve",
     "shards_of",
 ]

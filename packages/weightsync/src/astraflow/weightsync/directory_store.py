@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import fcntl
 import os
+import stat
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 
 from .files import sync_directory, write_all, write_atomically
-from .interface import Entry, WeightSyncError
+from .interface import Entry, Located, WeightSyncError
 
 _LOCK_SECONDS = 30.0
 _ATTEMPTS = 5
@@ -73,6 +74,14 @@ class DirectoryStore:
             return _pread(descriptor, 0, status.st_size), _tag(status)
         finally:
             os.close(descriptor)
+
+    def locate(self, key: str) -> Located:
+        """Where a blob is, for who serves this directory. Raises FileNotFoundError."""
+        path = self._path(key)
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode) or not path.resolve().is_relative_to(self._root.resolve()):
+            raise FileNotFoundError(f"{self.url} has no {key}")
+        return Located(status.st_size, _tag(status), path)
 
     def swap(self, key: str, old: bytes | None, new: bytes) -> bool:
         path = self._path(key)

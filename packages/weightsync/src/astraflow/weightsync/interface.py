@@ -11,6 +11,7 @@ Usable alone. The invariants, each with a test of its own:
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import msgspec
@@ -129,6 +130,14 @@ class Entry(NamedTuple):
     key: str
     size: int
     modified: float
+
+
+class Located(NamedTuple):
+    """Where a blob is: its size, a tag of its state, and its file where it is one."""
+
+    size: int
+    tag: str
+    path: Path | None
 
 
 class Store(Protocol):

@@ -29,7 +29,7 @@ from .contents import Blob, contents
 from .directory_store import DirectoryStore
 from .following import complete_run, fetch_order, succeeds
 from .incoming import HAVE, Incoming, Pulse
-from .interface import CorruptVersion, Entry, Store, WeightSyncError
+from .interface import CorruptVersion, Entry, Located, Store, WeightSyncError
 from .leases import LEASES, lease, leased
 from .manifest import HEAD, Head, VersionRef, decode_head, decode_manifest, encode_head, manifest_key
 from .retention import removable
@@ -189,6 +189,13 @@ class Mirror:
 
     def poll(self, key: str, seen: str = "") -> tuple[bytes, str] | None:
         return self._local.poll(key, seen)
+
+    def locate(self, key: str) -> Located:
+        """Raises FileNotFoundError."""
+        incoming = self._incoming.get(key)
+        if incoming is None:
+            return self._local.locate(key)
+        return Located(incoming.blob.size, f"{incoming.blob.size:x}", None)
 
     def list(self, prefix: str) -> list[str]:
         return [entry.key for entry in self.entries(prefix)]
