@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
-from weakref import WeakKeyDictionary
 
 import msgspec
 import numpy as np
@@ -14,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from astraflow.dataflow import Array, TrainBatch, TrainSample
+from astraflow.dataflow import TrainBatch, TrainSample
 from astraflow.trainer import (
     LOSS_NAMES,
     AdvantageConfig,
@@ -24,12 +23,10 @@ from astraflow.trainer import (
     PolicySpec,
     TrainerConfig,
 )
+from astraflow.trainer.conformance.toy import Engine, answered, on_policy
 from astraflow.trainer.torch_backend import TorchBackend
 
 FP32 = TrainerConfig(dtype="float32", lr=1e-3)
-
-
-ENGINES: WeakKeyDictionary[TorchBackend, Any] = WeakKeyDictionary()
 
 
 def copies(backend: TorchBackend) -> dict[str, Tensor]:
@@ -42,27 +39,12 @@ def assert_equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
         assert torch.equal(tensor, right[name]), name
 
 
-def on_policy(backend_model: str, batch: TrainBatch) -> TrainBatch:
-    """The same batch with the log-probabilities that the model itself gives, as an exact engine would."""
-    model: Any = AutoModelForCausalLM.from_pretrained(backend_model, dtype=torch.float32)
-    samples = []
-    for sample in batch.samples:
-        sequence = sample.sequence
-        tokens = torch.from_numpy(sequence.tokens.numpy().astype(np.int64))
-        with torch.no_grad():
-            table = torch.log_softmax(model(tokens[None]).logits[0] / sequence.temperature, -1)
-        logprobs = np.zeros(len(tokens), np.float32)
-        logprobs[1:] = table[torch.arange(len(tokens) - 1), tokens[1:]].numpy()
-        logprobs[~sequence.loss_mask.numpy()] = 0
-        exact = msgspec.structs.replace(sequence, logprobs=Array.of(logprobs))
-        samples.append(msgspec.structs.replace(sample, sequence=exact))
-    return msgspec.structs.replace(batch, samples=tuple(samples))
-
-
 def test_temperature_is_respected_and_mismatch_is_reported(
     spec: PolicySpec, make_batch: Callable[..., TrainBatch]
 ) -> None:
-    metrics = TorchBackend(spec, FP32).step(on_policy(spec.model, make_batch())).metrics  # temperatures 1 and 0.7
+    metrics = (
+        TorchBackend(spec, FP32).step(on_policy(Engine(spec.model), make_batch())).metrics
+    )  # temperatures 1 and 0.7
     assert metrics["mismatch_max"] < 1e-5
     assert 0 < metrics["mismatch_mean"] <= metrics["mismatch_max"]
     assert metrics["staleness"] == 0
@@ -264,43 +246,10 @@ def test_models_that_packing_would_compute_wrongly_are_refused(tmp_path: Path) -
         TorchBackend(PolicySpec(model_id="p", model=str(tmp_path), directory="unused"), FP32)
 
 
-def next_token_logprobs(backend: TorchBackend, prompt: list[int]) -> Tensor:
-    """Sampled from the published weights by the library's own attention, as an engine would."""
-    weights = {name: tensor.float() for name, tensor in backend.weights().items()}
-    if backend not in ENGINES:
-        ENGINES[backend] = AutoModelForCausalLM.from_pretrained(backend.spec.model, dtype=torch.float32)
-    ENGINES[backend].load_state_dict(weights, strict=False)
-    with torch.no_grad():
-        return torch.log_softmax(ENGINES[backend](torch.tensor([prompt])).logits[0, -1], -1)
-
-
-def sample_group(
-    backend: TorchBackend, make_sample: Callable[..., TrainSample], version: int, generator: torch.Generator
-) -> tuple[TrainBatch, float]:
-    """Four prompts of which every one is answered 8 times with one token, of which a quarter is rewarded."""
-    samples, total = [], 0.0
-    for g in range(4):
-        prompt = [10 + g, 11, 12]
-        scores = next_token_logprobs(backend, prompt)
-        drawn = torch.multinomial(scores.exp(), 8, replacement=True, generator=generator).tolist()
-        rewards = [float(token % 4 == 3) for token in drawn]
-        total += sum(rewards)
-        for s, (token, reward) in enumerate(zip(drawn, rewards, strict=True)):
-            samples.append(
-                make_sample(
-                    prompt, [token], reward=reward, logprob=min(float(scores[token]), 0.0), version=version,
-                    group=f"{g}", mean=float(np.mean(rewards)), size=8, std=float(np.std(rewards, ddof=1)),
-                    name=f"{g}.{s}",
-                )
-            )  # fmt: skip
-    return TrainBatch(batch_id=f"b{version}", model_id="p", version=version, samples=tuple(samples)), total / 32
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("loss", LOSS_NAMES)
 def test_learns_a_toy_preference(
     spec: PolicySpec,
-    make_sample: Callable[..., TrainSample],
     loss: str,
     dtype: Literal["bfloat16", "float32"],
 ) -> None:
@@ -308,11 +257,12 @@ def test_learns_a_toy_preference(
     config = TrainerConfig(
         loss=LossConfig(name=loss, clip_low=clip[0], clip_high=clip[1]), dtype=dtype, minibatches=2, lr=3e-3
     )
-    backend = TorchBackend(spec, config)
+    backend, engine = TorchBackend(spec, config), Engine(spec.model)
     generator = torch.Generator().manual_seed(0)
     rewards = []
     for version in range(12):
-        batch, reward = sample_group(backend, make_sample, version, generator)
+        engine.load(dict(backend.weights()))
+        batch, reward = answered(engine, version, generator)
         backend.step(batch)
         rewards.append(reward)
     assert rewards[0] < 0.5
@@ -336,15 +286,14 @@ def test_state_file_of_another_model_is_refused(spec: PolicySpec, tmp_path: Path
     ],
     ids=["tis", "icepop", "rloo", "dr-grpo", "gae"],
 )
-def test_every_kind_of_advantage_and_correction_learns_too(
-    spec: PolicySpec, make_sample: Callable[..., TrainSample], change: dict[str, Any]
-) -> None:
+def test_every_kind_of_advantage_and_correction_learns_too(spec: PolicySpec, change: dict[str, Any]) -> None:
     config = msgspec.structs.replace(TrainerConfig(dtype="float32", minibatches=2, lr=3e-3), **change)
-    backend = TorchBackend(spec, config)
+    backend, engine = TorchBackend(spec, config), Engine(spec.model)
     generator = torch.Generator().manual_seed(0)
     rewards, metrics = [], {}
     for version in range(14):
-        batch, reward = sample_group(backend, make_sample, version, generator)
+        engine.load(dict(backend.weights()))
+        batch, reward = answered(engine, version, generator)
         metrics = backend.step(batch).metrics
         assert all(math.isfinite(value) for value in metrics.values())
         rewards.append(reward)

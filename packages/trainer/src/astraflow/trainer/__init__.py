@@ -3,19 +3,25 @@
 The torch backend is reached by name (`load_backend`), so importing this package imports neither torch nor transformers.
 """
 
+from .advantages import Groups, normalized, token_advantages
+from .batch import Example, examples
 from .checkpoint import Checkpoint, CheckpointMeta, latest_checkpoint, save_checkpoint
 from .config import LOSS_NAMES, AdvantageConfig, CriticConfig, LossConfig, OptimConfig, TrainerConfig, check
-from .interface import BadBatch, PolicySpec, StepResult, TrainerBackend
+from .interface import REQUIRED_METRICS, BadBatch, PolicySpec, StepResult, TrainerBackend
 from .loop import TrainSummary, train
+from .packing import minibatches
 from .registry import UnknownBackend, load_backend
 
 __all__ = [
     "LOSS_NAMES",
+    "REQUIRED_METRICS",
     "AdvantageConfig",
     "BadBatch",
     "Checkpoint",
     "CheckpointMeta",
     "CriticConfig",
+    "Example",
+    "Groups",
     "LossConfig",
     "OptimConfig",
     "PolicySpec",
@@ -25,8 +31,12 @@ __all__ = [
     "TrainerConfig",
     "UnknownBackend",
     "check",
+    "examples",
     "latest_checkpoint",
     "load_backend",
+    "minibatches",
+    "normalized",
     "save_checkpoint",
+    "token_advantages",
     "train",
 ]

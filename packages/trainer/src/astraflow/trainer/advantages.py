@@ -6,11 +6,13 @@ Pure functions of arrays. Invariant: a sample without a reward has no advantage 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from .batch import Example
 from .config import AdvantageConfig
 
 EPS = 1e-5
@@ -25,6 +27,15 @@ class Groups(NamedTuple):
     means: Floats
     stds: Floats
     sizes: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, examples: Sequence[Example]) -> Groups:
+        return cls(
+            np.array([example.reward for example in examples], np.float64),
+            np.array([example.group_mean for example in examples], np.float64),
+            np.array([example.group_std for example in examples], np.float64),
+            np.array([example.group_size for example in examples], np.int64),
+        )
 
 
 def group_advantages(groups: Groups, *, std: bool = True) -> Floats:

@@ -88,12 +88,7 @@ def columns(
     lengths = np.array([example.trained.size for example in examples], np.int64)
     behaviour = torch.cat([torch.from_numpy(example.logprobs) for example in examples]).to(device)
     old = behaviour if proximal is None else proximal
-    groups = Groups(
-        np.array([example.reward for example in examples], np.float64),
-        np.array([example.group_mean for example in examples], np.float64),
-        np.array([example.group_std for example in examples], np.float64),
-        np.array([example.group_size for example in examples], np.int64),
-    )
+    groups = Groups.of(examples)
     penalties = None
     if loss.kl_in_reward and reference is not None:
         penalties = loss.kl * kl_estimate(loss.kl_estimate, old, reference).double().cpu().numpy()

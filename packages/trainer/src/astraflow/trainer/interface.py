@@ -33,9 +33,19 @@ class PolicySpec(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
 
 
+REQUIRED_METRICS = frozenset(
+    {
+        "loss", "grad_norm", "ratio_mean", "entropy", "mismatch_mean", "mismatch_max", "reward_mean", "tokens",
+        "tokens_per_s", "skipped",
+    }
+)  # fmt: skip
+"""What every backend reports. loss, grad_norm: means over mini-batches; tokens: trained ones; ratio_mean, entropy: over
+these; mismatch_*: |trainer's - behaviour's log-probability| before any update, where both are of one version; skipped:
+mini-batches without an update."""
+
+
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
-    """`metrics` by name: loss, grad_norm, ratio_mean, ratio_max, clip_share, m2, kl, entropy, mismatch_mean,
-    mismatch_max, advantage_mean, reward_mean, tokens, tokens_per_s, skipped …"""
+    """`metrics` by name: `REQUIRED_METRICS` and whatever the backend has to tell; all finite."""
 
     metrics: dict[str, float]
 
