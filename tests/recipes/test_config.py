@@ -47,6 +47,7 @@ def test_a_file_that_is_not_toml_is_refused(tmp_path: Path) -> None:
         (["--rollout.workers", "2"], "needs --split"),
         (["--rollout.engine", "transformer"], "did you mean transformers"),
         (["--trainer.backend", "none"], "no installed package registers it in astraflow.trainers; installed: torch"),
+        (["--policies.solver.backend", "none"], "--policies.solver.backend none: no installed package"),
         (["--policies.solver.temperature", "0"], "greedy samples cannot be trained on"),
         (["--policies.solver.batch-size", "2"], "cannot be cut into"),
         (["--steps", "0"], "must be above 0"),

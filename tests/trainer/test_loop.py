@@ -261,3 +261,29 @@ async def test_an_unknown_backend_ends_it_before_anything_is_said(
     with pytest.raises(UnknownBackend):
         await train(spec, msgspec.structs.replace(CONFIG, backend="torhc"), dataflow.service(), store)
     assert not dataflow.said
+
+
+async def test_backends_are_constructed_one_at_a_time(
+    spec: PolicySpec, fake: Callable[[int], FakeDataflow], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Loading a model sets torch's default dtype for every thread: another backend's tensors would have it."""
+    inside, most = 0, 0
+
+    class Slow(TorchBackend):
+        def __init__(self, spec: PolicySpec, config: TrainerConfig, /) -> None:
+            nonlocal inside, most
+            inside += 1
+            most = max(most, inside)
+            time.sleep(0.05)
+            super().__init__(spec, config)
+            inside -= 1
+
+    monkeypatch.setattr("astraflow.trainer.loop.load_backend", lambda name: Slow)
+    stores = [MemoryStore(f"one-{tmp_path.name}-{i}") for i in range(3)]
+    async with anyio.create_task_group() as tasks:
+        for i, store in enumerate(stores):
+            own = msgspec.structs.replace(spec, directory=str(tmp_path / str(i)))
+            tasks.start_soon(train, own, CONFIG, fake(1).service(), store)
+    assert most == 1
+    for store in stores:
+        store.close()

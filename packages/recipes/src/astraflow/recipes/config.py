@@ -44,6 +44,8 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Budget of one answer, in tokens."""
     temperature: float = 1.0
     """Sampling temperature in training."""
+    backend: str = ""
+    """Trainer of this policy, where it is another than --trainer.backend."""
 
 
 class DataConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -178,6 +180,9 @@ def check(config: RunConfig) -> None:
         raise ConfigError(f"--trainer: {error}") from error
     registered("astraflow.engines", config.rollout.engine, "rollout.engine")
     registered("astraflow.trainers", config.trainer.backend, "trainer.backend")
+    for model_id, policy in config.policies.items():
+        if policy.backend:
+            registered("astraflow.trainers", policy.backend, f"policies.{model_id}.backend")
     if config.debug and config.split:
         raise ConfigError("--debug runs everything in one process; it cannot be combined with --split")
     if config.rollout.workers > 1 and not config.split:

@@ -21,7 +21,7 @@ from .lag import LagProbe
 from .recipe import Recipe
 from .rundir import RunDirectory, RunWriter
 from .serve import prepare_torch
-from .services import build_dataflow, build_worker, policy_spec, resolve_device, resolve_models
+from .services import build_dataflow, build_worker, policy_spec, resolve_device, resolve_models, trainer_config
 from .summary import Summary, summarise
 from .view import watch
 
@@ -59,7 +59,7 @@ async def run_services(
 
     async def run_trainer(name: str) -> None:
         spec = policy_spec(config, run, name, models[name], device)
-        await train(spec, config.trainer, dataflow, stores[name], export=run.policy(name))
+        await train(spec, trainer_config(config, name), dataflow, stores[name], export=run.policy(name))
         training.discard(name)
         if not training:
             trained.set()

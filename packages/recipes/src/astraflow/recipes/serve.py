@@ -29,7 +29,7 @@ from .lag import LagProbe
 from .logs import quiet_transformers
 from .recipe import Recipe
 from .rundir import RunDirectory, RunWriter
-from .services import build_dataflow, build_worker, policy_spec, resolve_device, resolve_models
+from .services import build_dataflow, build_worker, policy_spec, resolve_device, resolve_models, trainer_config
 
 PR_SET_PDEATHSIG = 1
 SUPERVISOR = "ASTRAFLOW_SUPERVISOR"
@@ -146,7 +146,7 @@ async def serve_trainer(
     spec = policy_spec(config, run, policy, models[policy], device)
     async with join_dataflow(join, credentials) as dataflow, anyio.create_task_group() as tasks:
         tasks.start_soon(cancel_on_signal, tasks.cancel_scope)
-        await train(spec, config.trainer, dataflow, store, export=run.policy(policy))
+        await train(spec, trainer_config(config, policy), dataflow, store, export=run.policy(policy))
         tasks.cancel_scope.cancel()
         return
     raise Terminated(f"the trainer of {policy} was made to leave before the run was finished; it saved a checkpoint")

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import anyio.to_thread
+import msgspec
 
 from astraflow.dataflow import Dataflow, DataflowService, Observer
 from astraflow.raas import (
@@ -20,7 +21,7 @@ from astraflow.raas import (
     load_tokenizer,
     load_workflow,
 )
-from astraflow.trainer import PolicySpec
+from astraflow.trainer import PolicySpec, TrainerConfig
 
 from .config import AnyRun, ConfigError, Device, RunConfig, dataflow_config
 from .models import resolve_model
@@ -122,3 +123,9 @@ def policy_spec(config: RunConfig, run: RunDirectory, model_id: str, model: Path
         device=device,
         seed=seed,
     )
+
+
+def trainer_config(config: RunConfig, model_id: str) -> TrainerConfig:
+    """How this policy is trained: as all are, but for a backend of its own."""
+    backend = config.policies[model_id].backend
+    return msgspec.structs.replace(config.trainer, backend=backend) if backend else config.trainer

@@ -8,6 +8,7 @@ a thread, one call at a time.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -39,6 +40,9 @@ CALL_S = 60.0
 """How long one call to the dataflow may take, reconnecting included, on top of what it was asked to wait."""
 
 POLL_S = 10.0
+
+_CONSTRUCTING = threading.Lock()
+"""transformers' from_pretrained changes the process's default device and dtype while it runs: one backend at a time."""
 
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
@@ -81,7 +85,7 @@ async def train(
     if found and not resume:
         raise FileExistsError(f"{spec.model_id}: {found.directory} exists; resume it or choose another directory")
     backend_class = await work.run(lambda: load_backend(config.backend))  # importing torch takes seconds
-    backend = await work.run(lambda: backend_class(spec, config))
+    backend = await work.run(lambda: _construct(backend_class, spec, config))
     loop = _Loop(spec, config, dataflow, work, backend)
     if found:
         await work.run(lambda: backend.load(found.directory))
@@ -102,6 +106,11 @@ async def train(
         skipped=loop.skipped,
         checkpoint=checkpoint,
     )
+
+
+def _construct(kind: type[TrainerBackend], spec: PolicySpec, config: TrainerConfig) -> TrainerBackend:
+    with _CONSTRUCTING:
+        return kind(spec, config)
 
 
 class _Work:

@@ -6,7 +6,6 @@ last hidden state; others are refused when loaded, not trained wrongly.
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,6 @@ from transformers import AutoModelForCausalLM
 from .attention import NAME, Spans
 from .logprobs import token_logprobs
 from .packing import MicroBatch, Tree
-
-_LOADING = threading.Lock()
-"""from_pretrained changes the process's default device and dtype while it runs: one at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +66,9 @@ def load_model(directory: str | Path, *, dtype: torch.dtype, device: str = "cpu"
     Raises:
         ValueError: packing or the log-probability head would not compute what this architecture does.
     """
-    with _LOADING:
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=dtype, attn_implementation=NAME, local_files_only=True
-        )
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=dtype, attn_implementation=NAME, local_files_only=True
+    )
     config, name = model.config, type(model).__name__
     if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
         raise ValueError(f"{name} in {directory}: sliding-window attention is not packed")
