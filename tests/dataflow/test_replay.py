@@ -146,7 +146,7 @@ def test_a_batch_has_its_share_of_replay_and_the_rest_is_fresh(kit: Any) -> None
     assert [sample.replayed for sample in second.samples] == [False] * 7 + [True] * 3
     assert set(ids(second.samples[7:])) <= set(ids(first.samples))
     assert len(set(ids(second.samples))) == 10
-    assert supply.last.stats() == {"samples": 10.0, "replayed": 3.0, "effective": 1.0}
+    assert second.stats() == {"samples": 10.0, "replayed": 3.0, "effective": 1.0}
 
 
 def test_replay_fills_only_as_far_as_it_can(kit: Any) -> None:

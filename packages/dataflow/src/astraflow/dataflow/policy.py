@@ -27,7 +27,7 @@ from .ingest import sequence_ids
 from .interface import AttachRequest, Fenced, PolicyVersion, RolloutGroup, StepReport, TrainBatch, TrainSample
 from .journal import Attached, Cut, Dropped, Forgotten, Kept, Published, Record, Stepped, Touched
 from .lineage import Lineage, check_consumed
-from .serving import Serving
+from .serving import Content, Serving
 from .signals import Signal
 from .window import Window, mean
 
@@ -75,6 +75,7 @@ class PolicyStream:
         self._keep_checkpoints = config.keep_checkpoints
         self._record = record
         self._cut: dict[int, TrainBatch] = {}
+        self._contents: deque[tuple[int, Content]] = deque(maxlen=MAX_UNCOMMITTED)
         self._dropped: Counter[str] = Counter()
         self._drought = Drought()
         self._stale_in_a_row = 0
@@ -268,6 +269,7 @@ class PolicyStream:
     def cut(self, version: int, now: float) -> TrainBatch:
         """Take the batch for `version`, which must be `ready`."""
         content = self._serving.cut(version)
+        self._contents.append((version, content))
         batch = TrainBatch(
             batch_id=f"{self.feed.model_id}/{self.incarnation}/{version}",
             model_id=self.feed.model_id,
@@ -375,14 +377,15 @@ class PolicyStream:
         filters = {f"filter/{name}": stage for name, stage in self._filters.stages.items()}
         return {**filters, **self._serving.stages}
 
-    def data(self) -> dict[str, dict[str, float]]:
-        """The figures of these stages and of the last batch."""
+    def data(self, version: int | None = None) -> dict[str, dict[str, float]]:
+        """The figures of these stages and of the newest batch, or of the one that was cut for `version`."""
         serving = {name: stage.stats() for name, stage in self._serving.stages.items()}
-        return {**self._filters.stats(), **serving, "batch": self._serving.last.stats()}
+        batch = next((cut for at, cut in reversed(self._contents) if version in (None, at)), Content())
+        return {**self._filters.stats(), **serving, "batch": batch.stats()}
 
     def status(self, now: float, running: int, target: int, selectors: dict[str, dict[str, float]]) -> PolicyStatus:
         groups = self._groups.values(now)
-        last = self._serving.last
+        last = self._contents[-1][1] if self._contents else Content()
         return PolicyStatus(
             model_id=self.feed.model_id,
             version=self.version,

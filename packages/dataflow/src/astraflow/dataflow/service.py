@@ -254,7 +254,7 @@ class Dataflow:
         policy = self._policy(request.model_id)
         policy.check(request.incarnation)
         if policy.report(request, self._clock()) and self._observer is not None:
-            figures = {**self._selection.stats_of(request.model_id), **policy.data()}
+            figures = {**self._selection.stats_of(request.model_id), **policy.data(request.version - 1)}
             flat = {f"{stage}/{name}": value for stage, row in figures.items() for name, value in row.items()}
             self._observer.on_step(msgspec.structs.replace(request, metrics={**request.metrics, **flat}))
         return Empty()

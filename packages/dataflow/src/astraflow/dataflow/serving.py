@@ -22,7 +22,7 @@ from .replay import ReplayPool
 from .window import mean
 
 
-class Cut(msgspec.Struct, frozen=True, kw_only=True):
+class Content(msgspec.Struct, frozen=True, kw_only=True):
     """The content of a batch: `fresh` of its samples are trained for the first time; staleness in versions, see
     `PolicyStatus`."""
 
@@ -52,7 +52,6 @@ class Serving:
         # A batch over what admission allows: its estimate of what running groups give may be short.
         self._buffer = PolicyBuffer(self._order, feed.batch_by, feed.horizon + feed.batch_size)
         self.replay = ReplayPool(feed.replay, feed.batch_by, feed.max_staleness, context.within("replay"))
-        self.last = Cut()
 
     @property
     def stages(self) -> dict[str, Stage]:
@@ -93,7 +92,7 @@ class Serving:
         """Fresh units that a full batch for `version` needs: as many as replay cannot give."""
         return self._feed.batch_size - min(self._feed.replayed, self.replay.available(version))
 
-    def cut(self, version: int) -> Cut:
+    def cut(self, version: int) -> Content:
         """Take a batch for `version`: a full one, or with what is left a smaller one of the same mix."""
         wanted = self._feed.replayed
         if self.units < self.fresh_needed(version):
@@ -102,10 +101,9 @@ class Serving:
         replayed = self.replay.take(wanted, version)
         fresh = self._buffer.take(self._feed.batch_size - count_units(replayed, self._feed.batch_by))
         self.replay.offer(fresh)
-        self.last = self._described(fresh, replayed, version)
-        return self.last
+        return self._described(fresh, replayed, version)
 
-    def _described(self, fresh: Sequence[Entry], replayed: Sequence[Entry], version: int) -> Cut:
+    def _described(self, fresh: Sequence[Entry], replayed: Sequence[Entry], version: int) -> Content:
         entries = (*fresh, *replayed)
         ages = [version - entry.oldest for entry in entries]
         samples = tuple(
@@ -114,7 +112,7 @@ class Serving:
         )
         again = tuple(msgspec.structs.replace(sample, replayed=True) for sample in samples[len(fresh) :])
         ranges = [sample.sequence.version_range for sample in samples]
-        return Cut(
+        return Content(
             samples=samples[: len(fresh)] + again,
             fresh=len(fresh),
             effective=mean(float(advantage_of(sample) != 0) for sample in samples),

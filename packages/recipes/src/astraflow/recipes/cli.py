@@ -7,6 +7,7 @@ person can mend is shown as one message, not as a traceback.
 from __future__ import annotations
 
 import difflib
+import importlib
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -248,6 +249,11 @@ def run_command(recipe: Recipe[Any], args: Sequence[str], console: Console) -> N
     prepare(recipe, config, console)
     run = RunDirectory.create(config, recipe.name)
     console.print(f"{recipe.name}: writing to {run.path}", highlight=False)
+    if recipe.comparison:
+        module, _, function = recipe.comparison.partition(":")
+        compare = getattr(importlib.import_module(module), function)
+        execute(run.logs / "run.log", console, lambda: compare(recipe, config, run, console), config.debug)
+        return
     if config.split:
         from .split import run_split as run_it
     else:

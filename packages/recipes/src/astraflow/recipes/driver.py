@@ -80,10 +80,7 @@ class Driver:
         train_began = anyio.current_time()
         self.stage = "training"
         await self._dataflow.control(Control(phase="running"))
-        while not self._stopping.is_set():
-            if self._trained(await self._status()):
-                break
-            await self._pause()
+        await self._train()
         train_s = anyio.current_time() - train_began
         after = await self._evaluate("after")
         self.stage = "saving"
@@ -99,6 +96,13 @@ class Driver:
             train_s=train_s,
             total_s=anyio.current_time() - began,
         )
+
+    async def _train(self) -> None:
+        """Return when every policy is trained, or on `stop`."""
+        while not self._stopping.is_set():
+            if self._trained(await self._status()):
+                break
+            await self._pause()
 
     def _trained(self, status: Status) -> bool:
         return all(p.finished for p in status.policies)

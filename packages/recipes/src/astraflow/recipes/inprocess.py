@@ -6,12 +6,14 @@ first Ctrl-C what was learned is saved, on the second the run is cancelled.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import anyio
 import anyio.to_thread
 from rich.console import Console
 
+from astraflow.dataflow import DataflowService
 from astraflow.trainer import train
 from astraflow.weightsync import MemoryStore
 
@@ -50,9 +52,11 @@ async def run_services(
     device: str,
     writer: RunWriter,
     console: Console,
+    make_driver: Callable[[DataflowService, Iterable[str], Iterable[str]], Driver] = Driver,
 ) -> RunResult:
+    """The services of a run and its driver, which takes it from start to end."""
     dataflow = await build_dataflow(recipe, config, writer)
-    driver = Driver(dataflow, config.policies, recipe.suites if config.eval.problems else ())
+    driver = make_driver(dataflow, config.policies, recipe.suites if config.eval.problems else ())
     stores = {name: MemoryStore(f"{run.path.resolve()}/{name}") for name in models}
     training = set(models)
     trained = anyio.Event()

@@ -55,3 +55,6 @@ class Recipe(msgspec.Struct, Generic[Config], frozen=True, kw_only=True):
     headlines: tuple[Headline, ...]
     view_metrics: tuple[str, ...] = ()
     """Trajectory metrics the live view shows."""
+    comparison: str = ""
+    """A recipe that is several runs, compared: "module:function", called with (recipe, configuration, run directory,
+    console) in place of one run."""

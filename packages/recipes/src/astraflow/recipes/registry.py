@@ -7,7 +7,10 @@ from typing import Any
 
 from .recipe import Recipe
 
-RECIPES = {"math-multi-agent": "astraflow.recipes.math_multi_agent"}
+RECIPES = {
+    "math-multi-agent": "astraflow.recipes.math_multi_agent",
+    "math-efficient-data": "astraflow.recipes.math_efficient_data",
+}
 
 
 def recipe_names() -> list[str]:
