@@ -134,7 +134,7 @@ def test_what_no_service_could_load_is_refused_before_the_run_has_a_directory(
 
 def test_the_start_of_a_name_is_a_hint() -> None:
     with pytest.raises(ConfigError, match="did you mean math-multi-agent"):
-        command(["math"], Console())
+        command(["math-multi"], Console())
 
 
 def test_the_configuration_of_another_recipe_is_refused(tmp_path: Path) -> None:
