@@ -96,3 +96,14 @@ def test_nothing_to_do_and_nothing_to_trust(mode: TransferMode) -> None:
     assert path.kind == "full"
     with pytest.raises(CorruptVersion):
         choose(head(ref(3), ref(1, anchor=10, base="")), NOTHING, mode, 10)
+
+
+@pytest.mark.parametrize("held", [(1, 9), (2, 0)])
+def test_a_head_older_than_what_the_sink_holds_is_refused(held: tuple[int, int]) -> None:
+    """A stale copy of it, or an earlier incarnation's: the order of versions is kept."""
+    ref = VersionRef(1, 5, "m", "root", "", 0, 10)
+    head = Head(stream="s", versions=(ref,))
+    incarnation, version = held
+    with pytest.raises(CorruptVersion, match="stale copy"):
+        choose(head, SinkState(digest="other", incarnation=incarnation, version=version), "auto", 10)
+    assert choose(head, SinkState(digest="other", incarnation=0, version=99), "auto", 10) is not None

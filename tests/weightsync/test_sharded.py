@@ -111,6 +111,7 @@ async def test_the_version_is_that_of_one_publisher(
         reports = await ranks.publish(model, version)
         assert {report.digest for report in reports} == {one.digest}
         assert {(report.anchor, report.density) for report in reports} == {(one.anchor, one.density)}
+        assert all(report.codecs == one.codecs for report in reports)
         mine, theirs = newest(store), newest(alone)
         assert [frame.dense for frame in mine.frames] == [frame.dense for frame in theirs.frames]
         assert [(frame.changed, frame.payload) for frame in mine.frames] == [

@@ -55,12 +55,15 @@ import json, os, signal, sys
 from datetime import timedelta
 from types import SimpleNamespace
 import anyio
+import structlog
+import torch._dynamo                                # which FSDP2 imports when it is used: once, before the forks
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from astraflow.weightsync import DirectoryStore, RankLost, ShardedPublisher, TorchChannel, shards_of
 import astraflow.weightsync.sharded as sharded, astraflow.weightsync.sharded_work as work
 
+structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
 sharded.FRAME_BYTES = work.FRAME_BYTES = 4096
 
 class Dying(DirectoryStore):

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 
-from .files import sync_directory, write_all, write_atomically
+from .files import sync_directory, temporaries, write_all, write_atomically
 from .interface import Entry, Located, WeightSyncError
 
 _LOCK_SECONDS = 30.0
@@ -89,6 +89,8 @@ class DirectoryStore:
         with _locked(path.with_name(f".{path.name}.lock")):
             if (path.read_bytes() if path.exists() else None) != old:
                 return False
+            for left in temporaries(path):  # by a swap that died: who writes one holds the lock
+                left.unlink(missing_ok=True)
             write_atomically(path, [new])
             return True
 

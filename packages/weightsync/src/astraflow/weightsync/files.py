@@ -46,6 +46,13 @@ def write_atomically(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
     sync_directory(path.parent)
 
 
+def temporaries(path: Path) -> list[Path]:
+    """What writes of `path` that are under way, or died, have beside it."""
+    return [
+        other for other in path.parent.iterdir() if other.name.startswith(f".{path.name}.") and other.suffix == ".tmp"
+    ]
+
+
 def sync_directory(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:

@@ -45,9 +45,15 @@ def choose(head: Head, state: SinkState, mode: TransferMode, interval: int, *, f
     `auto`: the fewest bytes among the chain of deltas and anchor + chain. `published` (worker's version l): full if
     there is no delta, if the sink holds no verified version, if `interval` > 0 and (l + 1) mod `interval` = 0, or if
     the newest delta's base is not what the sink holds; else that delta. Bases match by digest. `full` forces anchor +
-    chain, for a sink whose bytes are not what it says. Raises CorruptVersion if `head` has no such path.
+    chain, for a sink whose bytes are not what it says. Raises CorruptVersion if `head` has no such path, or is older
+    than what the sink holds, as a stale copy of it would be.
     """
     newest = head.newest
+    if state.digest and (newest.incarnation, newest.version) < (state.incarnation, state.version):
+        raise CorruptVersion(
+            f"HEAD ends with version {newest.version} of incarnation {newest.incarnation}, but version {state.version} "
+            f"of incarnation {state.incarnation} is here: it is a stale copy, or of another stream"
+        )
     if state == SinkState(digest=newest.root, version=newest.version, incarnation=newest.incarnation) and not full:
         return None
     from_sink = None

@@ -24,7 +24,7 @@ import structlog
 
 from .channel import Channel, RankLost, broadcast, gather
 from .codecs import CODECS, Codec
-from .frames import density
+from .frames import count_codecs, density
 from .interface import (
     Bytes,
     CorruptVersion,
@@ -267,8 +267,8 @@ class ShardedPublisher:
             version, plan.layout, FRAME_BYTES, frames, deltas if order.has_base else (), anchors
         )
         self._stream.move(ref)
-        share_changed = density(plan.layout, frames) if order.has_base else 1.0
-        return _Outcome(ref.root, ref.delta_bytes, ref.anchor_bytes, share_changed)
+        changed = density(plan.layout, frames) if order.has_base else 1.0
+        return _Outcome(ref.root, ref.delta_bytes, ref.anchor_bytes, changed, count_codecs(frames))
 
     def _write_index(self, plan: Plan, anchors: Sequence[AnchorPart], version: int) -> None:
         """So that Hugging Face's loaders find the tensors of an anchor in several files."""
