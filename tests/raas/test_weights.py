@@ -235,3 +235,21 @@ async def test_weights_of_a_trainer_that_was_replaced_do_not_count_for_a_minimum
         await publisher.publish({"w": np.full(8, 3, dtype=np.float32)}, 3)
         await dataflow.until(4)
     assert {s.oldest_version for r in dataflow.results for s in r.trajectory.sequences} == {3}
+
+
+async def test_a_result_says_whose_weights_it_began_with(kit: Any, dataflow: Any, solver: Policy) -> None:
+    await solver.publish(5)
+    engine = kit.ScriptedEngine()
+    async with running(kit.make_worker(dataflow, {"answer": answer}, {"solver": engine})):
+        await serves(engine, 5)
+        # The trainer went back, but its weights are not to be had yet.
+        dataflow.policies = [PolicyVersion(model_id="solver", version=3, incarnation=2, weights=solver.store.url)]
+        dataflow.tasks = [kit.make_task("before")]
+        await dataflow.until(4)
+        publisher = Publisher(solver.store, stream="solver", incarnation=2)
+        await publisher.publish({"w": np.full(8, 3, dtype=np.float32)}, 3)
+        await serves(engine, 3)
+        dataflow.tasks = [kit.make_task("after")]
+        await dataflow.until(8)
+    of = {result.task_id: result.incarnations for result in dataflow.results}
+    assert of == {"before": {"solver": 1}, "after": {"solver": 2}}

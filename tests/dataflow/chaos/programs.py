@@ -283,7 +283,7 @@ async def run_proxy(plan: Plan, number: int, counters: Counters) -> None:
     open_now: list[tuple[SocketStream, SocketStream]] = []
 
     async def serve_one(client: SocketStream) -> None:
-        async with client, await anyio.connect_unix(plan.served_at.removeprefix("unix:")) as server:
+        async with client, await reach() as server:
             pair = (client, server)
             open_now.append(pair)
             try:
@@ -291,7 +291,15 @@ async def run_proxy(plan: Plan, number: int, counters: Counters) -> None:
                     tasks.start_soon(hand_on, client, server, tasks.cancel_scope)
                     tasks.start_soon(hand_on, server, client, tasks.cancel_scope)
             finally:
-                open_now.remove(pair)
+                if pair in open_now:
+                    open_now.remove(pair)
+
+    async def reach() -> SocketStream:
+        while True:
+            try:
+                return await anyio.connect_unix(plan.served_at.removeprefix("unix:"))
+            except OSError:  # the dataflow does not listen yet
+                await anyio.sleep(0.02)
 
     async def hand_on(source: ByteStream, target: ByteStream, scope: anyio.CancelScope) -> None:
         try:
@@ -307,15 +315,11 @@ async def run_proxy(plan: Plan, number: int, counters: Counters) -> None:
     async def cut() -> None:
         with anyio.open_signal_receiver(signal.SIGUSR1) as signals:
             async for _ in signals:
-                for _ in range(1000):
-                    if open_now:
-                        break
+                while not open_now:  # noqa: ASYNC110
                     await anyio.sleep(0.01)
-                if open_now:
-                    pair = rng.choice(open_now)
-                    counters.add("cuts", number)
-                    for stream in pair:
-                        stream.extra(SocketAttribute.raw_socket).shutdown(socket.SHUT_RDWR)
+                counters.add("cuts", number)
+                for stream in open_now.pop(rng.randrange(len(open_now))):
+                    stream.extra(SocketAttribute.raw_socket).shutdown(socket.SHUT_RDWR)
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(cut)

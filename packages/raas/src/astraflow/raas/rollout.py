@@ -24,9 +24,16 @@ log = structlog.get_logger(__name__)
 
 
 def result_of(
-    task: RolloutTask, index: int, trajectory: Trajectory, *, worker_id: str, leased_at: float, tokens: int
+    task: RolloutTask,
+    index: int,
+    trajectory: Trajectory,
+    *,
+    worker_id: str,
+    leased_at: float,
+    tokens: int,
+    incarnations: dict[str, int],
 ) -> SampleResult:
-    """`leased_at` is on anyio's clock; `tokens` were sampled."""
+    """`leased_at` is on anyio's clock; `tokens` were sampled; `incarnations` are those of the weights it began with."""
     return SampleResult(
         task_id=task.task_id,
         sample_index=index,
@@ -35,6 +42,7 @@ def result_of(
         trajectory=trajectory,
         seconds=anyio.current_time() - leased_at,
         tokens=tokens,
+        incarnations=incarnations,
     )
 
 

@@ -127,6 +127,11 @@ class WeightWatcher:
         """What the engines serve now."""
         return {name: policy.engine.version for name, policy in self._policies.items()}
 
+    def incarnations(self) -> dict[str, int]:
+        """Whose weights the engines serve now, of those that had any from their trainers."""
+        states = {name: policy.sink.state() for name, policy in self._policies.items()}
+        return {name: state.incarnation for name, state in states.items() if state.digest}
+
     def totals(self) -> tuple[int, int, float]:
         """Bytes pulled in full, bytes pulled as deltas, seconds generation stood still; since the start."""
         policies = self._policies.values()

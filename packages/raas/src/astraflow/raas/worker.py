@@ -241,6 +241,7 @@ class Worker:
     async def _run_sample(self, held: Held, index: int) -> None:
         """Wait for a place, roll out, hand the result over."""
         task, meter = held.task, held.meters[index]
+        incarnations: dict[str, int] = {}
         with meter.scope as queue:
             await self._weights.at_least(task.min_versions)
             await self._running.acquire()
@@ -251,6 +252,7 @@ class Worker:
             trajectory = unfinished("timed_out", f"{waited} {self._weights.versions()}, wanted {task.min_versions}")
         else:
             meter.scope = anyio.CancelScope()
+            incarnations = self._weights.incarnations()
             try:
                 trajectory = await run_sample(
                     task,
@@ -271,6 +273,7 @@ class Worker:
                 worker_id=self._config.worker_id,
                 leased_at=held.leased_at,
                 tokens=meter.read(),
+                incarnations=incarnations,
             )
         )
 
