@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from typing import Protocol
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Protocol
 
 import anyio
 import msgspec
@@ -12,7 +12,7 @@ import pytest
 
 from astraflow.rpc import DeadlineExceeded, connect, describe, serve
 from astraflow.rpc import frames as wire
-from astraflow.rpc.buffers import KEPT, Buffers
+from astraflow.rpc.buffers import KEPT, Buffers, pages
 
 
 class Want(msgspec.Struct, frozen=True):
@@ -79,8 +79,9 @@ async def test_items_that_are_dropped_are_not_mixed_with_those_that_follow(addre
         assert index == 60
 
 
-def test_a_buffer_is_given_again_only_when_no_view_of_it_is_left() -> None:
-    buffers = Buffers()
+@pytest.mark.parametrize("make", [bytearray, pages])
+def test_a_buffer_is_given_again_only_when_no_view_of_it_is_left(make: Callable[[int], Any]) -> None:
+    buffers = Buffers(make)
     first = memoryview(buffers.take(1000))
     second = memoryview(buffers.take(1000))
     assert first.obj is not second.obj
@@ -93,13 +94,24 @@ def test_a_buffer_is_given_again_only_when_no_view_of_it_is_left() -> None:
     assert len(buffers.take(2000)) >= 2000
 
 
-def test_no_more_than_a_few_buffers_are_kept() -> None:
-    buffers = Buffers()
+@pytest.mark.parametrize("make", [bytearray, pages])
+def test_no_more_than_a_few_buffers_are_kept(make: Callable[[int], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    before = Buffers.total_kept
+    buffers = Buffers(make)
     views = [memoryview(buffers.take(100)) for _ in range(10)]
     old = id(views[0].obj)
     views.clear()
     again = [memoryview(buffers.take(100)) for _ in range(KEPT)]
     assert old not in [id(view.obj) for view in again]
+    assert Buffers.total_kept == before + 100 * KEPT
+    monkeypatch.setattr("astraflow.rpc.buffers.MOST_KEPT", before + 100 * KEPT + 10)
+    others = Buffers(make)
+    others.take(11)  # more than all together may keep
+    assert Buffers.total_kept == before + 100 * KEPT
+    others.take(10)
+    assert Buffers.total_kept == before + 100 * KEPT + 10
+    del buffers, others
+    assert Buffers.total_kept == before
 
 
 async def test_calls_in_flight_together_end_each_at_its_own_limit() -> None:

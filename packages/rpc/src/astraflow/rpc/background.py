@@ -15,14 +15,52 @@ async def background(main: Callable[[], Coroutine[Any, Any, None]]) -> AsyncIter
     """Run `main` beside the body, cancel it after the body and wait for its end.
 
     Unlike a task group it leaves the body's exception as it is, may be entered and left in different tasks, and keeps
-    the body's deadlines out of `main`. If `main` failed, its exception surfaces at the end of the body.
+    the body's deadlines out of `main`. If `main` fails the body is cancelled, and `main`'s exception raised in place of
+    the cancellation.
     """
     task = asyncio.create_task(main())
+    interruption = _Interruption(task)
     try:
         yield task
+    except asyncio.CancelledError:
+        if not interruption.taken_back():
+            raise
     finally:
+        await interruption.settled()
         task.cancel()
-        with anyio.CancelScope(shield=True):
-            await asyncio.wait([task])
+        if not task.done():
+            with anyio.CancelScope(shield=True):
+                await asyncio.wait([task])
     if not task.cancelled():
         task.result()
+
+
+class _Interruption:
+    """Cancels the task in which it was made when another one fails."""
+
+    def __init__(self, watched: asyncio.Task[None]) -> None:
+        self._owner = asyncio.current_task()
+        self._watched = watched
+        self._requested = False
+        watched.add_done_callback(self._ended)
+
+    def _ended(self, watched: asyncio.Task[None]) -> None:
+        if self._owner is not None and not watched.cancelled() and watched.exception() is not None:
+            self._requested = self._owner.cancel()
+
+    def taken_back(self) -> bool:
+        """Whether the cancellation that has arrived was ours, and nobody else's."""
+        if not self._requested or self._owner is None:
+            return False
+        self._requested = False
+        return self._owner.uncancel() == 0
+
+    async def settled(self) -> None:
+        """Interrupt no more, and take back what has not arrived."""
+        self._watched.remove_done_callback(self._ended)
+        if self._requested and self._owner is asyncio.current_task():
+            try:
+                await asyncio.sleep(0)
+            except asyncio.CancelledError:
+                if not self.taken_back():
+                    raise

@@ -21,7 +21,7 @@ from .channel import Channel
 from .describe import Description, Method
 from .failures import FailureBody, encodable, failure_of
 from .frames import Payload
-from .hosts import EARLY, SOON, Host, Hosts, Steps
+from .hosts import EARLY, Host, Hosts, Steps
 from .interface import FrameTooLarge, ProtocolError
 from .invoke import ItemEncoder, closing, decode_request, encode_response, invoke
 from .stats import MethodStats
@@ -30,6 +30,8 @@ from .window import Window
 
 MAX_CALLS = 1024
 MAX_TRACE = 8192
+SOON = 0.01
+"""A call that has less time left does not begin before the loop had a turn, in which it may be cancelled."""
 LEAKED = FailureBody("cancelled", message="the handler was cancelled")
 
 log = structlog.get_logger(__name__)
@@ -74,9 +76,13 @@ class Calls:
         else:
             raise ProtocolError(f"timeout {timeout}")
         host = handlers.hosts.free()
-        patient = timeout is None or timeout > SOON
-        if host is not None and patient and not method.stream and self.channel.writable and not handlers.draining:
-            host.set_deadline(deadline, EARLY)
+        if (
+            host is not None
+            and (timeout is None or timeout > SOON)
+            and self.channel.writable
+            and not (method.stream or handlers.draining)
+        ):
+            host.set_deadline(deadline, early=0 if timeout is None else EARLY * timeout)
             self._at_once(host, header, method, payload)
         else:
             running = Running(self, header, method, payload)

@@ -12,7 +12,6 @@ from itertools import chain
 from typing import cast
 
 import anyio
-import structlog
 
 from .frames import (
     HANDSHAKE_LIMIT,
@@ -26,6 +25,7 @@ from .frames import (
     encode_head,
 )
 from .interface import FrameTooLarge, ProtocolError, Unavailable
+from .sparing import SparingLog
 from .tls import explain
 
 WRITE_HIGH_WATER = 1 << 20
@@ -38,8 +38,6 @@ FRAMES_A_TURN = 16
 """So many received frames are handled in one turn of the event loop. Others have their turn after that, and the peer
 can work on what was answered to the first of many frames while we work on the next."""
 
-log = structlog.get_logger(__name__)
-
 
 class Channel(asyncio.BufferedProtocol):
     """Frames over a transport.
@@ -47,7 +45,7 @@ class Channel(asyncio.BufferedProtocol):
     `on_frame` is called with each frame, and may raise ProtocolError to refuse the peer. `closing` is set once no
     more frames are sent or handled, `lost` when the transport is gone; `reason` then says why, and `error` what the
     transport failed with. While `writable` is false a message must wait in `ready()`. `on_closing` is called once when
-    `closing` is set. `peer` is for the log.
+    `closing` is set. `peer` is for the `log`.
     """
 
     def __init__(
@@ -55,6 +53,7 @@ class Channel(asyncio.BufferedProtocol):
         on_frame: Callable[[Header, Payload], None],
         on_closing: Callable[[], None],
         peer: str,
+        log: SparingLog,
     ) -> None:
         self.reader = FrameReader(HANDSHAKE_LIMIT)
         self.send_limit = HANDSHAKE_LIMIT
@@ -65,6 +64,7 @@ class Channel(asyncio.BufferedProtocol):
         self.refusal: Refusal | None = None
         self.error: Exception | None = None
         self.peer = peer
+        self._log = log
         self._loop = asyncio.get_running_loop()
         self._on_frame = on_frame
         self._on_closing = on_closing
@@ -141,6 +141,7 @@ class Channel(asyncio.BufferedProtocol):
         self.error = exc
         self._begin_closing(explain(exc) if exc else "the connection was closed")
         self._forget_unsent()
+        self.reader.rest()
         self.lost.set()
         self.resume_writing()
 
@@ -205,7 +206,7 @@ class Channel(asyncio.BufferedProtocol):
 
     def refuse(self, kind: RefusalKind, message: str) -> None:
         """Tell the peer why, and close."""
-        log.warning("peer refused", peer=self.peer, kind=kind, reason=message[:MAX_REASON])
+        self._log.warning("peer refused", peer=self.peer, kind=kind, reason=message[:MAX_REASON])
         self.send(Refusal(kind, message[:MAX_REASON]))
         self.close(message[:MAX_REASON])
 

@@ -30,6 +30,7 @@ from .interface import (
     Unauthorized,
     Unavailable,
 )
+from .sparing import SparingLog
 from .stats import MethodStats
 from .tls import is_certificate_problem
 from .trace import outgoing_trace
@@ -165,7 +166,7 @@ class Connection:
         self, peer: str, description: Description, stats: Mapping[str, MethodStats], max_frame: int, keepalive: float
     ) -> None:
         self.loop = asyncio.get_running_loop()
-        self.channel = Channel(self._on_frame, self._on_closing, peer)
+        self.channel = Channel(self._on_frame, self._on_closing, peer, SparingLog())
         self.calls: dict[int, Outgoing] = {}
         self.retired = asyncio.Event()
         self._description = description

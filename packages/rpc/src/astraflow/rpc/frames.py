@@ -4,20 +4,20 @@
     header  = msgpack array [tag, …], one of the structures below
     payload = msgpack of the method's message, of `Table` (Hello) or of `FailureBody` (Failure); else empty
 
-Invariants: a length above the limit is refused before anything of the frame is read or allocated; a payload's buffer
-belongs to that frame alone and is read-only, so that views decoded from it stay valid for as long as they live.
+Invariants: a length above the limit is refused before anything of the frame is read or allocated; memory is taken as
+bytes come, so that a frame which was only announced costs none; a payload's buffer belongs to that frame alone and is
+read-only, so that views decoded from it stay valid for as long as they live.
 """
 
 from __future__ import annotations
 
-import mmap
 import struct
 from collections.abc import Iterator
 from typing import Any, Literal
 
 import msgspec
 
-from .buffers import Buffers
+from .buffers import Buffers, pages
 from .interface import FrameTooLarge, ProtocolError
 
 VERSION = 1
@@ -158,7 +158,7 @@ class FrameReader:
         self._scratch = memoryview(bytearray(SCRATCH))
         self._end = 0
         self._large: memoryview | None = None
-        self._buffers = Buffers()
+        self._buffers = Buffers(pages)
         self._filled = 0
 
     def buffer(self) -> memoryview:
@@ -209,20 +209,13 @@ class FrameReader:
         """Keep what has come of the frame from `start` to `stop`, and see that the rest finds room."""
         pending = self._end - start
         if pending >= 4 and stop - start > SCRATCH:
-            self._large = self._allocate(stop - start)
+            self._large = memoryview(self._buffers.take(stop - start))[: stop - start]
             self._filled = pending
             self._large[:pending] = self._scratch[start : self._end]
             pending = 0
         elif pending and start:
             self._scratch[:pending] = bytes(self._scratch[start : self._end])
         self._end = pending
-
-    def _allocate(self, length: int) -> memoryview:
-        # Clearing a large buffer at once would block the loop, and a peer that only announces would cost its memory:
-        # anonymous pages come as the bytes do.
-        if length > 16 << 20:
-            return memoryview(mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
-        return memoryview(self._buffers.take(length))[:length]
 
     def rest(self) -> None:
         """Let go of memory that was kept for frames to come."""

@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
-import ssl
-
 import anyio.to_thread
 import msgspec
-import structlog
 
 from . import frames
 from .address import HOW_TO_MAKE, Address, TlsAddress, is_loopback
 from .describe import Description
 from .frames import DECODE_ERRORS, Payload
 from .schema import Table, differences
-from .tls import Tls, server_context
+from .sparing import SparingLog
+from .tls import ServerCertificates, Tls
 from .token import Token, is_one_of, read_tokens
 
 MAX_DIFFERENCES = 20
 MAX_LINE = 160
 
-log = structlog.get_logger(__name__)
-
 Objection = tuple[frames.RefusalKind, str]
 
 
-async def credentials_objection(hello: frames.Hello, token: Token | None) -> Objection | None:
+async def credentials_objection(hello: frames.Hello, token: Token | None, log: SparingLog) -> Objection | None:
     if token is None:
         return None
     try:
         tokens = await anyio.to_thread.run_sync(read_tokens, token)
     except (OSError, ValueError) as error:
-        log.error("nobody can be let in: the token cannot be read", reason=str(error))
+        log.warning("nobody can be let in: the token cannot be read", reason=str(error))
         return "Unauthorized", "the server cannot read its token"
     if not is_one_of(hello.token, tokens):
         return "Unauthorized", "the token is wrong" if hello.token else "a token is required"
@@ -55,8 +51,8 @@ def language_objection(hello: frames.Hello, payload: Payload, ours: Description)
     return "InterfaceMismatch", f"{sides} is not the server's {ours.name} ({ours.fingerprint}):{shown}{more}"
 
 
-def protection(address: Address, tls: Tls | None, token: Token | None) -> ssl.SSLContext | None:
-    """The TLS context of a listener. Raises ValueError if it would not be safe there."""
+def protection(address: Address, tls: Tls | None, token: Token | None) -> ServerCertificates | None:
+    """What a listener shows, at a tls:// address. Raises ValueError if it would not be safe there."""
     if token is not None:
         read_tokens(token)
     if not isinstance(address, TlsAddress):
@@ -66,4 +62,4 @@ def protection(address: Address, tls: Tls | None, token: Token | None) -> ssl.SS
     missing = [name for name, value in (("TLS certificates", tls), ("a token", token)) if value is None]
     if tls is None or (token is None and not is_loopback(address.host)):
         raise ValueError(f"{address}: refusing to listen there without {' and '.join(missing)}. {HOW_TO_MAKE}")
-    return server_context(tls)
+    return ServerCertificates(tls)

@@ -21,9 +21,7 @@ import anyio
 
 KEPT = 64
 EARLY = 0.001
-"""Seconds by which a scope's deadline may come early, so that not every call must move it. Those with little time
-(see `SOON`) get theirs to the point."""
-SOON = 0.05
+"""The part of a call's time by which a scope's deadline may come early, so that not every call must move it."""
 IDLE = "waits for a call"
 NOTHING: Any = object()
 

@@ -55,7 +55,7 @@ class ItemEncoder:
 
     def __init__(self, method: Method) -> None:
         self._method = method
-        self._buffers = Buffers()
+        self._buffers = Buffers(bytearray)
         self._last_size = 0
 
     def encode(self, item: object) -> Payload:

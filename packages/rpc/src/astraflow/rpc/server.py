@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import functools
 import socket
-import ssl
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
-import structlog
 from anyio.abc import TaskGroup
 
 from . import frames
@@ -25,15 +23,14 @@ from .greeting import credentials_objection, language_objection, protection
 from .inproc import handed_over
 from .interface import ProtocolError
 from .listener import accept_all, hang_up, listening, name_of
+from .sparing import SparingLog
 from .stats import MethodStats
-from .tls import Tls, explain
+from .tls import ServerCertificates, Tls, explain
 from .token import Token
 
 MAX_CONNECTIONS = 4096
 MAX_STRANGERS = 512
 HANDSHAKE_TIMEOUT = 10.0
-
-log = structlog.get_logger(__name__)
 
 
 class Server:
@@ -45,16 +42,17 @@ class Server:
         description: Description,
         address: Address,
         *,
-        context: ssl.SSLContext | None,
+        certificates: ServerCertificates | None,
         token: Token | None,
         max_frame: int,
         max_connections: int,
         keepalive: float,
     ) -> None:
         self.handlers = Handlers(impl, description)
+        self.log = SparingLog()
         self.description = description
         self.bound = address
-        self.context = context
+        self.certificates = certificates
         self.token = token
         self.max_frame = max_frame
         self.max_connections = max_connections
@@ -144,12 +142,12 @@ async def serve(
     description = describe(interface)
     description.check(impl)
     where = parse(address)
-    context = await anyio.to_thread.run_sync(protection, where, tls, token)
+    certificates = await anyio.to_thread.run_sync(protection, where, tls, token)
     make = functools.partial(
         Server,
         impl,
         description,
-        context=context,
+        certificates=certificates,
         token=token,
         max_frame=max_frame,
         max_connections=max_connections,
@@ -183,7 +181,7 @@ class ServerConnection:
 
     def __init__(self, server: Server, peer: str) -> None:
         self.server = server
-        self.channel = Channel(self._on_frame, self._on_closing, peer)
+        self.channel = Channel(self._on_frame, self._on_closing, peer, server.log)
         self.calls = Calls(server.handlers, self.channel)
         self._hello: asyncio.Future[tuple[frames.Hello, Payload] | None] = asyncio.get_running_loop().create_future()
         self._greeted = False
@@ -207,24 +205,31 @@ class ServerConnection:
             await channel.aclose("the server closed")
             self.server.forget(self)
             if channel.refusal is not None:
-                log.warning("peer refused us", address=self.server.address, reason=channel.reason)
+                self.server.log.warning("peer refused us", address=self.server.address, reason=channel.reason)
 
     def drop(self, reason: str) -> None:
-        log.warning("peer dropped", peer=self.channel.peer, reason=reason)
+        self.server.log.warning("peer dropped", peer=self.channel.peer, reason=reason)
         self.channel.abort(reason)
 
     async def _open(self, accepted: socket.socket) -> None:
         """Make the channel of a socket, and TLS on it; a failure closes the channel."""
-        limits: dict[str, Any] = {}
-        if self.server.context is not None:
-            limits = {"ssl_handshake_timeout": HANDSHAKE_TIMEOUT, "ssl_shutdown_timeout": CLOSE_TIMEOUT}
-        loop = asyncio.get_running_loop()
+        loop, certificates = asyncio.get_running_loop(), self.server.certificates
+        tls: dict[str, Any] = {}
         try:
-            await loop.connect_accepted_socket(lambda: self.channel, accepted, ssl=self.server.context, **limits)
+            if certificates is not None:
+                context = await anyio.to_thread.run_sync(certificates.context, abandon_on_cancel=True)
+                tls = {
+                    "ssl": context,
+                    "ssl_handshake_timeout": HANDSHAKE_TIMEOUT,
+                    "ssl_shutdown_timeout": CLOSE_TIMEOUT,
+                }
+            await loop.connect_accepted_socket(lambda: self.channel, accepted, **tls)
         except OSError as error:
             self.drop(explain(error))
         except asyncio.CancelledError:
             hang_up(accepted)  # the loop would wait for the end of the handshake
+            if certificates is not None and not tls:
+                accepted.close()  # the loop does not have it yet
             raise
 
     def _on_closing(self) -> None:
@@ -236,7 +241,8 @@ class ServerConnection:
         """Welcome the client if it may speak and speaks our language; otherwise refuse it."""
         server, description = self.server, self.server.description
         self.channel.send_limit = max(hello.max_frame, frames.HANDSHAKE_LIMIT)
-        refusal = await credentials_objection(hello, server.token) or language_objection(hello, payload, description)
+        refusal = await credentials_objection(hello, server.token, server.log)
+        refusal = refusal or language_objection(hello, payload, description)
         if refusal is None and (server.handlers.draining or len(server.connections) >= server.max_connections):
             refusal = (
                 "Busy",
