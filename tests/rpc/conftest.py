@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 import uvloop
 
-ONE_LOOP = {"test_connection.py", "test_fuzz.py", "test_soak.py", "test_compatibility.py"}
+ONE_LOOP = {"test_connection.py", "test_fuzz.py", "test_soak.py", "test_compatibility.py", "test_unkind_peers.py"}
 
 LoopFactory = Callable[[], asyncio.AbstractEventLoop]
 

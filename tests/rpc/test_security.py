@@ -25,10 +25,12 @@ from astraflow.rpc import (
     Unauthorized,
     Unavailable,
     connect,
+    describe,
     method,
     serve,
 )
 from astraflow.rpc import frames as wire
+from astraflow.rpc.sparing import BURST, EVERY, SparingLog
 
 SECRET = "a token of some length"
 
@@ -326,6 +328,99 @@ async def test_an_empty_token_is_no_token(tmp_path: Path, token: Token) -> None:
         with pytest.raises(ValueError, match="no token in"):
             async with side:
                 pass
+
+
+# --- certificates change ---------------------------------------------------------------------------------------------
+
+
+async def test_certificates_are_rotated_under_a_running_server(
+    authority: Authority, stranger: Authority, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another authority's certificate takes the place of the first; nobody is cut off, and no half of it is taken."""
+    ours = Tls(certificate=tmp_path / "server.pem", key=tmp_path / "key.pem")
+
+    def install(issuer: Authority, *files: Path | None) -> None:
+        text = (issuer.issue("127.0.0.1").certificate or Path()).read_text()
+        key, _, chain = text.partition("-----BEGIN CERTIFICATE-----")
+        parts = {ours.key: key, ours.certificate: "-----BEGIN CERTIFICATE-----" + chain}
+        if ours.certificate in files and ours.key not in files:
+            remaining["key"] = key
+        for path in files:
+            assert path is not None
+            path.with_suffix(".new").write_text(parts[path])
+            path.with_suffix(".new").replace(path)
+
+    remaining: dict[str, str] = {}
+    install(authority, ours.certificate, ours.key)
+    old, new = Tls(ca=authority.ca), Tls(ca=stranger.ca)
+    async with (
+        place(ours, token=SECRET) as (server, _),
+        connect(server.address, Place, tls=old, token=SECRET) as proxy,
+    ):
+        install(stranger, ours.certificate)  # the key does not belong to it
+        async with connect(server.address, Place, tls=old, token=SECRET):
+            pass
+        await logged(capsys, "new certificates are not taken.*server.pem")
+        assert ours.key is not None
+        ours.key.write_text(remaining["key"])
+        async with connect(server.address, Place, tls=new, token=SECRET) as other:
+            assert await other.read(Word("new")) == Word("new")
+        await logged(capsys, "new certificates are in use.*server.pem")
+        await refused(server.address, Unauthorized, "not accepted", old, SECRET)
+        assert await proxy.read(Word("old")) == Word("old")
+
+
+async def test_whom_a_server_trusts_is_rotated_too(authority: Authority, stranger: Authority, tmp_path: Path) -> None:
+    trusted = tmp_path / "trusted.pem"
+    trusted.write_bytes(authority.ca.read_bytes())
+    async with place(authority.issue("127.0.0.1", ca=trusted), token=SECRET) as (server, _):
+        before, after = authority.issue("c", ca=authority.ca), stranger.issue("c", ca=authority.ca)
+        async with connect(server.address, Place, tls=before, token=SECRET):
+            pass
+        await refused(server.address, RpcError, r"want one that it knows|ALERT", after, SECRET)
+        trusted.write_bytes(stranger.ca.read_bytes())
+        async with connect(server.address, Place, tls=after, token=SECRET):
+            pass
+        await refused(server.address, RpcError, r"want one that it knows|ALERT", before, SECRET)
+
+
+# --- what is logged of strangers -------------------------------------------------------------------------------------
+
+
+async def test_strangers_do_not_fill_the_log(capsys: pytest.CaptureFixture[str]) -> None:
+    async with place(None, "tcp://127.0.0.1:0", token=SECRET) as (server, _):
+        hello = wire.Hello(wire.VERSION, describe(Place).fingerprint, 1 << 20, "wrong")
+        for _ in range(3 * BURST):
+            reader, writer = await raw(server)
+            writer.write(wire.encode_head(hello, 0, 1 << 20))
+            with anyio.fail_after(3):
+                assert b"the token is wrong" in await reader.read()
+            writer.close()
+        lines = [line for line in capsys.readouterr().out.splitlines() if "peer refused" in line]
+        assert BURST <= len(lines) < 2 * BURST
+
+
+def test_a_log_that_spares_says_what_it_left_out(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr("astraflow.rpc.sparing.monotonic", lambda: now)
+    log = SparingLog()
+    for number in range(BURST + 7):
+        log.warning("refused", number=number)
+    log.warning("dropped")
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == BURST + 1
+    assert "dropped" in lines[-1]
+    now += EVERY
+    for _ in range(3):
+        log.warning("refused")
+    (line,) = capsys.readouterr().out.splitlines()
+    assert re.search(r"left_out.*=.*7", line)
+    now += 1e6
+    for _ in range(2 * BURST):
+        log.warning("refused")
+    assert len(capsys.readouterr().out.splitlines()) == BURST
 
 
 # --- what does not start ---------------------------------------------------------------------------------------------

@@ -23,14 +23,13 @@ async def background(main: Callable[[], Coroutine[Any, Any, None]]) -> AsyncIter
     try:
         yield task
     except asyncio.CancelledError:
-        if not interruption.taken_back():
+        if not interruption.take_back():
             raise
     finally:
-        await interruption.settled()
+        interruption.take_back()  # from a body that did not heed it
         task.cancel()
-        if not task.done():
-            with anyio.CancelScope(shield=True):
-                await asyncio.wait([task])
+        with anyio.CancelScope(shield=True):
+            await asyncio.wait([task])
     if not task.cancelled():
         task.result()
 
@@ -48,19 +47,8 @@ class _Interruption:
         if self._owner is not None and not watched.cancelled() and watched.exception() is not None:
             self._requested = self._owner.cancel()
 
-    def taken_back(self) -> bool:
-        """Whether the cancellation that has arrived was ours, and nobody else's."""
-        if not self._requested or self._owner is None:
-            return False
-        self._requested = False
-        return self._owner.uncancel() == 0
-
-    async def settled(self) -> None:
-        """Interrupt no more, and take back what has not arrived."""
+    def take_back(self) -> bool:
+        """Interrupt no more; whether there was an interruption of ours, and of nobody else."""
         self._watched.remove_done_callback(self._ended)
-        if self._requested and self._owner is asyncio.current_task():
-            try:
-                await asyncio.sleep(0)
-            except asyncio.CancelledError:
-                if not self.taken_back():
-                    raise
+        requested, self._requested = self._requested, False
+        return requested and self._owner is not None and self._owner.uncancel() == 0

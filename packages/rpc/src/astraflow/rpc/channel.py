@@ -161,6 +161,10 @@ class Channel(asyncio.BufferedProtocol):
         self._greeted = True
         self.reader.max_frame = max_frame
 
+    def backlog(self) -> int:
+        """Bytes that are written and not yet sent."""
+        return 0 if self._transport is None else self._transport.get_write_buffer_size()
+
     async def room(self) -> None:
         """Wait until a message may be written, or there is no more point in it."""
         while not self.writable:
@@ -242,7 +246,7 @@ class Channel(asyncio.BufferedProtocol):
             with anyio.move_on_after(interval):
                 await self.closing.wait()
                 return
-            if self._heard or self._backlog() != unsent:
+            if self._heard or self.backlog() != unsent:
                 silent = 0
             elif silent == SILENT_INTERVALS:
                 self.abort(f"the peer has been silent for {(silent + 1) * interval:g} s")
@@ -252,13 +256,10 @@ class Channel(asyncio.BufferedProtocol):
                 self.reader.rest()
                 if self.writable:
                     self.send(Ping())
-            self._heard, unsent = False, self._backlog()
+            self._heard, unsent = False, self.backlog()
 
     def _begin_closing(self, reason: str) -> None:
         if not self.closing.is_set():
             self.reason = self.reason or reason
             self.closing.set()
             self._on_closing()
-
-    def _backlog(self) -> int:
-        return 0 if self._transport is None else self._transport.get_write_buffer_size()
