@@ -199,9 +199,11 @@ async def test_a_server_that_ends_answers_no_more_than_is_read(tmp_path: Path) -
                 await writer.drain()
             await anyio.lowlevel.checkpoint()
             backlog.extend(peer.channel.backlog() for peer in server.connections)
+        if not writer.transport.is_closing():
+            writer.write(frame(CANCEL, 0))
 
     async with anyio.create_task_group() as tasks:
-        async with serve(impl, Garden, f"unix:{tmp_path}/s", drain_timeout=3) as server:
+        async with serve(impl, Garden, f"unix:{tmp_path}/s", drain_timeout=20) as server:
             reader, writer = await asyncio.open_unix_connection(f"{tmp_path}/s")
             writer.write(GREETING)
             await reader.readexactly(4)

@@ -105,18 +105,18 @@ class Calls:
             context.run(enter_trace, header.trace)
             function = getattr(handlers.impl, method.name)
             try:
-                steps = host.first_step(function, () if method.request is None else (request,), context)
-            except StopIteration as stop:
-                failure = self.answer(header.id, method, stop.value)
+                steps, result = host.first_step(function, () if method.request is None else (request,), context)
             except asyncio.CancelledError:
                 failure = LEAKED
             except Exception as error:
                 failure = self.failure(error, method)
             else:
-                running = self.running[header.id] = Running(self, header, method, payload, begun, steps)
-                host.take(running)
-                running.carried_by(host)
-                return
+                if steps is not None:
+                    running = self.running[header.id] = Running(self, header, method, payload, begun, steps)
+                    host.take(running)
+                    running.carried_by(host)
+                    return
+                failure = self.answer(header.id, method, result)
         stats.end(monotonic() - begun, failure is not None)
         if failure is not None:
             self.fail(header.id, failure)
@@ -233,6 +233,9 @@ class Running:
             if self._host.scope.cancel_called:
                 raise
             failure = LEAKED
+        except BaseException:
+            self._close(LEAKED)
+            raise
         await self._end(failure)
 
     async def cut_short(self) -> None:
@@ -304,8 +307,11 @@ class Running:
                 with anyio.CancelScope() as self._scope:  # or failures pile up for a peer that does not read them
                     await calls.channel.room()
         finally:
-            if self._begun is not None:
-                calls.handlers.stats[self.name].end(monotonic() - self._begun, failure is not None)
-            calls.ended(self)
-            if failure is not None:
-                calls.fail(self.id, failure)
+            self._close(failure)
+
+    def _close(self, failure: FailureBody | None) -> None:
+        if self._begun is not None:
+            self._calls.handlers.stats[self.name].end(monotonic() - self._begun, failure is not None)
+        self._calls.ended(self)
+        if failure is not None:
+            self._calls.fail(self.id, failure)

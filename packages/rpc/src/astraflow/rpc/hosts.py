@@ -108,20 +108,22 @@ class Host:
             self.scope.deadline = deadline
 
     def first_step(
-        self, function: Callable[..., Awaitable[Any]], arguments: tuple[Any, ...], context: Context
-    ) -> Steps:
+        self, function: Handler, arguments: tuple[Any, ...], context: Context
+    ) -> tuple[Steps, None] | tuple[None, Any]:
         """Run the first step of a call in the name of this idle task, here and now.
 
-        Raises StopIteration with the result if that was all of it, or what the call raises. Otherwise what is left is
-        for the task: `take()`.
+        Gives the steps that are left, which are for this task to `take()`, or else the result. Raises what the call
+        raises.
         """
         loop, task = self._hosts.loop, self.task
         _enter_task(loop, task)
         try:
             coroutine, waits_for = context.run(_first, function, arguments)
+        except StopIteration as stop:
+            return None, stop.value
         finally:
             _leave_task(loop, task)
-        return Steps(coroutine, context, waits_for)
+        return Steps(coroutine, context, waits_for), None
 
     def take(self, work: Work) -> None:
         """Give this idle task a call."""
