@@ -106,6 +106,9 @@ class ArraySink:
         view = self._staged.view(np.uint8).reshape(-1, itemsize)
         view[offset // itemsize + index] = data.reshape(-1, itemsize)
 
+    def seal(self) -> None:
+        pass
+
     def commit(self, state: SinkState) -> None:
         assert self._staged is not None
         self.values, self._staged, self._state = self._staged, None, state

@@ -180,7 +180,7 @@ async def test_a_pull_that_is_killed_anywhere(
         assert served == recovered, step
         assert (recovered, how) in ((old, kind), (2, None)), step
         assert right == 2, step
-        assert set(files) <= {"a", "b", "current", ".current.tmp"}, step
+        assert set(files) <= {"a", "b", "current", ".next", ".current.tmp"}, step
         outcomes.add(recovered)
     assert outcomes == {old, 2}
 

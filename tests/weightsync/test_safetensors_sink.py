@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import subprocess
 import sys
@@ -172,3 +173,112 @@ async def test_killed_at_any_point_the_old_or_the_new_weights_are_served(
     assert set(outcomes) == set(right)
     assert outcomes == sorted(outcomes)
     assert len(outcomes) > 20
+
+
+def inode(directory: Path) -> int:
+    return (directory / "current" / "model.safetensors").stat().st_ino
+
+
+async def test_the_file_before_last_is_written_anew_unless_a_server_has_it(
+    store: Store, tmp_path: Path, small_frames: int, model: Arrays, change: Change, copy: Copy, same: Same
+) -> None:
+    directory = tmp_path / "served"
+    publisher, puller = Publisher(store, stream="s", incarnation=1), Puller(store, SafetensorsSink(directory))
+    inodes, mapped, held = [], None, model
+    for version in range(7):
+        await publisher.publish(model, version)
+        await puller.pull()
+        assert same(served(directory), model)
+        inodes.append(inode(directory))
+        if version == 3:
+            path = directory / "current" / "model.safetensors"
+            mapped, held = np.memmap(path, np.uint8, "r"), copy(model)
+            whole = path.read_bytes()
+        change(model, version)
+    assert inodes[0] == inodes[2] == inodes[4]
+    assert inodes[1] == inodes[3] != inodes[5]  # version 3's is mapped
+    assert mapped is not None
+    assert mapped.tobytes() == whole
+    assert not same(held, model)
+
+
+async def test_a_server_that_keeps_the_directory_open_sees_no_change(
+    store: Store, tmp_path: Path, small_frames: int, model: Arrays, change: Change
+) -> None:
+    """It may open its files late: it then finds them as they were, or not at all."""
+    directory = tmp_path / "served"
+    publisher, puller = Publisher(store, stream="s", incarnation=1), Puller(store, SafetensorsSink(directory))
+    await publisher.publish(model, 0)
+    await puller.pull()
+    whole = (directory / "current" / "model.safetensors").read_bytes()
+    descriptor = os.open(directory / "current", os.O_RDONLY | os.O_DIRECTORY)
+    for version in range(1, 5):
+        change(model, version)
+        await publisher.publish(model, version)
+        staged = await puller.stage()
+        assert staged is not None
+        try:
+            late = os.open("model.safetensors", os.O_RDONLY, dir_fd=descriptor)
+        except FileNotFoundError:
+            assert version > 1
+        else:
+            assert version == 1
+            assert os.pread(late, len(whole) + 1, 0) == whole
+            os.close(late)
+        staged.commit()
+    os.close(descriptor)
+
+
+async def test_shards_and_what_belongs_beside_them(
+    store: Store, tmp_path: Path, small_frames: int, model: Arrays, change: Change, same: Same
+) -> None:
+    directory, beside = tmp_path / "served", tmp_path / "base"
+    beside.mkdir()
+    (beside / "config.json").write_text("{}")
+    (beside / "model.safetensors").write_text("of the base model")
+    publisher = Publisher(store, stream="s", incarnation=1)
+    kinds = []
+    for version in range(4):
+        puller = Puller(store, SafetensorsSink(directory, file_bytes=9000, beside=beside))  # and after restarts
+        await publisher.publish(model, version)
+        report = await puller.pull()
+        assert report is not None
+        kinds.append(report.kind)
+        current = (directory / "current").resolve()
+        index = json.loads((current / "model.safetensors.index.json").read_text())["weight_map"]
+        files = sorted(set(index.values()))
+        assert files == [f"model-{number + 1:05d}-of-{len(files):05d}.safetensors" for number in range(len(files))]
+        assert len(files) == 3
+        assert {path.name for path in current.iterdir()} == {
+            *files, "config.json", "model.safetensors.index.json", "state.msgpack"
+        }  # fmt: skip
+        assert same({name: load_file(current / file)[name] for name, file in index.items()}, model)
+        change(model, version)
+    assert kinds == ["full", "delta", "delta", "delta"]
+    await Publisher(store, stream="s", incarnation=2).publish(directory / "current", 9)
+    again = await Puller(store, SafetensorsSink(tmp_path / "again")).pull()  # as one file
+    assert again is not None
+    assert len(list((tmp_path / "again" / "current").glob("*.safetensors"))) == 1
+
+
+async def test_nothing_that_was_left_behind_ends_in_a_version(
+    store: Store, tmp_path: Path, small_frames: int, model: Arrays, change: Change, same: Same
+) -> None:
+    """The copy that is written anew is not trusted for a byte."""
+    directory = tmp_path / "served"
+    publisher, puller = Publisher(store, stream="s", incarnation=1), Puller(store, SafetensorsSink(directory))
+    for version in range(6):
+        await publisher.publish(model, version)
+        for path in (directory / "a", directory / "b"):
+            if path.exists() and path.name != (directory / "current").readlink().name:
+                size = (path / "model.safetensors").stat().st_size
+                (path / "model.safetensors").write_bytes(bytes([255]) * size)
+                (path / "model-00007-of-00009.safetensors").write_bytes(b"stale")
+        await puller.pull()
+        assert same(served(directory), model)
+        change(model, 0)
+        model["half"][:2] += 1
+        if version == 3:  # another layout, and back
+            await publisher.publish({"other": np.ones(5)}, 100)
+            await puller.pull()
+            publisher = Publisher(store, stream="s", incarnation=2)

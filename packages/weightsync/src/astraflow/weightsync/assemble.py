@@ -90,9 +90,9 @@ class Assembler:
         current, changes = self._follow(position, spans, start, verified, room)
         if self._anchor is not None:
             return Change(None, current.copy() if changes and not sink.whole_frames else current)
-        if not changes:
-            return None
-        return Change(None, current) if sink.whole_frames else self._changed(position, changes, current)
+        if sink.whole_frames:
+            return Change(None, current)
+        return self._changed(position, changes, current) if changes else None
 
     def _changed(self, position: int, changes: list[Change], current: Bytes) -> Change:
         """What `changes` make of a frame, outside `current`."""

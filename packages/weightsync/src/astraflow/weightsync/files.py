@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import uuid
 from collections.abc import Iterable
@@ -44,6 +45,19 @@ def write_atomically(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
     finally:
         os.close(descriptor)
     sync_directory(path.parent)
+
+
+def in_use(descriptor: int) -> bool:
+    """Whether anybody else may have the file open or mapped; True where the file system cannot tell.
+
+    Asks for a write lease, which Linux grants to a file's only opener, and gives it back.
+    """
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    except OSError:
+        return True
+    return False
 
 
 def temporaries(path: Path) -> list[Path]:

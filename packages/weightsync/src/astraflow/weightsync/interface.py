@@ -219,8 +219,9 @@ class Sink(Protocol):
     """
 
     whole_frames: bool
-    """True: each changed frame is staged whole, in an array that is the sink's only until `stage_dense` returns. False:
-    only the elements that change, where that is less; the arrays stay as they are, so the sink may keep them."""
+    """True: every frame is staged whole, changed or not, in an array that is the sink's only until `stage_dense`
+    returns. False: only the elements that change, where that is less; the arrays stay as they are, so the sink may keep
+    them."""
 
     def state(self) -> SinkState: ...
 
@@ -239,6 +240,10 @@ class Sink(Protocol):
 
     def stage_sparse(self, name: str, offset: int, itemsize: int, index: NDArray[np.int64], data: Bytes) -> None:
         """Elements `offset // itemsize + index` [K], in no order, of a tensor become `data` [K * itemsize]."""
+        ...
+
+    def seal(self) -> None:
+        """All is staged: what can be done before `commit`, so that it is short. The last part of a stage."""
         ...
 
     def commit(self, state: SinkState) -> None: ...

@@ -1,8 +1,11 @@
-"""Weights as a safetensors file that an inference server loads: `DIR/current/model.safetensors`.
+"""Weights as a Hugging Face directory that an inference server loads: `DIR/current`.
 
-Two copies, `a` and `b`, take turns: a version is made in the one that is not current, synced, and published by
-renaming the symbolic link `current`. A crash at any point leaves `current` whole. A file that was once current is
-never written to again, only unlinked, so who has it mapped keeps reading one version.
+Two copies, `a` and `b`, take turns: a version is made in `.next`, synced, becomes the one that is not current, and is
+published by renaming the symbolic link `current`. A crash at any point leaves `current` whole.
+
+A published file is never written to while anybody has it. The file of the version before the current one is written
+anew for the next, which saves the allocation of its pages, but only where the system says that nobody has it open or
+mapped; else a new file is made. What is reused leaves its directory first, so that nobody can open it meanwhile.
 """
 
 from __future__ import annotations
@@ -16,55 +19,52 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from .files import sync_directory, write_all, write_atomically
+from .files import in_use, read_into, sync_directory, write_all, write_atomically
 from .interface import Bytes, CorruptVersion, SinkState, TensorSpec
-from .layout import check_layout, dense_bytes, offsets, safetensors_header
+from .layout import check_layout
+from .safetensors_files import INDEX, Files, split
 
-_MODEL = "model.safetensors"
 _STATE = "state.msgpack"
 
 
 class _Record(msgspec.Struct, frozen=True):
-    """What a copy holds, beside it."""
+    """What a copy holds, beside it; `parts`: the tensors of each of its files."""
 
     state: SinkState
     layout: tuple[TensorSpec, ...]
-
-
-class _Copy:
-    """One of the two files, and where its tensors are."""
-
-    def __init__(self, directory: Path, layout: Sequence[TensorSpec]) -> None:
-        self.directory = directory
-        self.layout = tuple(layout)
-        self.header = safetensors_header(layout)
-        self.bytes = len(self.header) + dense_bytes(layout)
-        self._starts = dict(zip((spec.name for spec in layout), offsets(layout), strict=True))
-
-    @property
-    def path(self) -> Path:
-        return self.directory / _MODEL
-
-    def where(self, name: str, offset: int = 0) -> int:
-        return len(self.header) + self._starts[name] + offset
+    parts: tuple[tuple[int, ...], ...]
 
 
 class SafetensorsSink:
-    """`directory/current/model.safetensors`, and what it holds in `state.msgpack` beside it. One writer a directory.
+    """`directory/current/model.safetensors`, or shards of at most `file_bytes` and their index, and what they hold in
+    `state.msgpack` beside them. One writer a directory.
 
-    Takes any layout. Survives a restart: what was committed last is what it holds.
+    `beside`: a directory whose other files (configuration, tokenizer) are copied in, so that `current` is all that a
+    server loads. A server that opens several files resolves `current` once, and opens them under what it got.
+
+    Takes any layout. Survives a restart: what was committed last is what it holds. Needs no memory of the model's size.
     """
 
     whole_frames = True
 
-    def __init__(self, directory: str | os.PathLike[str]) -> None:
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        file_bytes: int = 5 << 30,
+        beside: str | os.PathLike[str] | None = None,
+    ) -> None:
         self._root = Path(directory)
         self._root.mkdir(parents=True, exist_ok=True)
         self._link = self._root / "current"
+        self._next = self._root / ".next"
+        self._file_bytes = file_bytes
+        self._beside = Path(beside) if beside is not None else None
         self._state = SinkState()
-        self._current: _Copy | None = None
-        self._staged: _Copy | None = None
-        self._descriptor = -1
+        self._current: Files | None = None
+        self._staged: Files | None = None
+        self._reading: list[int] = []
+        self._writing: list[int] = []
         if self._link.is_symlink():
             self._load(self._root / self._link.readlink())
 
@@ -72,61 +72,114 @@ class SafetensorsSink:
         return self._state
 
     def read(self, name: str, offset: int, into: Bytes) -> Bytes:
-        if self._current is None or self._staged is None:
+        if self._current is None or not self._reading:
             raise CorruptVersion(f"{self._root} holds no weights that a delta could start from")
-        if os.preadv(self._descriptor, [into.data], self._staged.where(name, offset)) != len(into):
-            raise CorruptVersion(f"{self._staged.path} is shorter than its tensors")
+        number, position = self._current.where(name, offset)
+        if read_into(self._reading[number], into.data, position) != len(into):
+            raise CorruptVersion(f"{self._current.paths[number]} is shorter than its tensors")
         return into
 
     def begin(self, layout: Sequence[TensorSpec]) -> None:
         self.abort()
-        used = self._current is not None and self._current.directory.name == "a"
-        staged = _Copy(self._root / ("b" if used else "a"), layout)
-        shutil.rmtree(staged.directory, ignore_errors=True)
-        staged.directory.mkdir()
-        self._descriptor = os.open(staged.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
-        self._staged = staged
-        if self._current is not None and self._current.layout == staged.layout:
-            shutil.copyfile(self._current.path, staged.path)
+        if self._current is not None and self._current.layout == tuple(layout):
+            parts: Sequence[Sequence[int]] = self._current.parts
+            self._reading = [os.open(path, os.O_RDONLY) for path in self._current.paths]
         else:
-            os.truncate(self._descriptor, staged.bytes)
-            write_all(self._descriptor, staged.header, 0)
+            parts = split(layout, self._file_bytes)
+        staged = Files(self._next, layout, parts)
+        self._clear()
+        for path, header, size in zip(staged.paths, staged.headers, staged.sizes, strict=True):
+            self._writing.append(self._open(path, size))
+            write_all(self._writing[-1], header, 0)
+        if len(staged.paths) > 1:
+            write_atomically(self._next / INDEX, [staged.index()])
+        self._copy_beside()
+        self._staged = staged
 
     def stage_dense(self, name: str, offset: int, data: Bytes) -> None:
         assert self._staged is not None
-        write_all(self._descriptor, data.data, self._staged.where(name, offset))
+        number, position = self._staged.where(name, offset)
+        write_all(self._writing[number], data.data, position)
 
     def stage_sparse(self, name: str, offset: int, itemsize: int, index: NDArray[np.int64], data: Bytes) -> None:
         raise AssertionError("this sink is given whole frames")
 
+    def seal(self) -> None:
+        for descriptor in self._writing:
+            os.fsync(descriptor)
+
     def commit(self, state: SinkState) -> None:
         staged = self._staged
         assert staged is not None
-        os.fsync(self._descriptor)
-        write_atomically(staged.directory / _STATE, [msgspec.msgpack.encode(_Record(state, staged.layout))])
+        self.seal()
+        record = _Record(state, staged.layout, staged.parts)
+        write_atomically(self._next / _STATE, [msgspec.msgpack.encode(record)])
+        other = self._root / self._other()
+        os.rename(self._next, other)
+        sync_directory(self._root)
         temporary = self._root / ".current.tmp"
         temporary.unlink(missing_ok=True)
-        temporary.symlink_to(staged.directory.name)
+        temporary.symlink_to(other.name)
         os.rename(temporary, self._link)
-        os.close(self._descriptor)
-        self._current, self._state, self._staged, self._descriptor = staged, state, None, -1
+        self._current, self._state = Files(other, staged.layout, staged.parts), state
+        self.abort()
         sync_directory(self._root)
 
     def abort(self) -> None:
         """What was staged stays on disk, unnamed, until the next `begin`."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-        self._staged, self._descriptor = None, -1
+        for descriptor in (*self._reading, *self._writing):
+            os.close(descriptor)
+        self._reading, self._writing, self._staged = [], [], None
+
+    def _other(self) -> str:
+        return "b" if self._current is not None and self._current.directory.name == "a" else "a"
+
+    def _clear(self) -> None:
+        """`.next` is there, with files of the copy before last to be written anew, if any, and nothing else."""
+        other = self._root / self._other()
+        if self._next.exists() and other.exists():
+            shutil.rmtree(self._next)
+        self._next.mkdir(exist_ok=True)
+        if other.exists():
+            for path in other.glob("*.safetensors"):
+                os.rename(path, self._next / path.name)
+            shutil.rmtree(other)
+        for path in self._next.iterdir():
+            if path.suffix != ".safetensors":
+                path.unlink()
+
+    def _open(self, path: Path, size: int) -> int:
+        """For writing: the file that is there, if it is of this size and nobody else has it, else a new one."""
+        if path.exists():
+            descriptor = os.open(path, os.O_RDWR)
+            if os.fstat(descriptor).st_size == size and not in_use(descriptor):
+                return descriptor
+            os.close(descriptor)
+            path.unlink()
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+        os.truncate(descriptor, size)
+        return descriptor
+
+    def _copy_beside(self) -> None:
+        if self._beside is not None:
+            for path in self._beside.iterdir():
+                if path.is_file() and path.suffix != ".safetensors" and path.name != INDEX:
+                    shutil.copyfile(path, self._next / path.name)
 
     def _load(self, directory: Path) -> None:
         """Raises CorruptVersion if what `current` names is not what this class wrote."""
         try:
             record = msgspec.msgpack.decode((directory / _STATE).read_bytes(), type=_Record)
             check_layout(record.layout)
-            copy = _Copy(directory, record.layout)
-            size = copy.path.stat().st_size
-        except (FileNotFoundError, msgspec.DecodeError) as error:
+            held = Files(directory, record.layout, record.parts)
+            for path, header, size in zip(held.paths, held.headers, held.sizes, strict=True):
+                if path.stat().st_size != size:
+                    raise CorruptVersion(
+                        f"{path} has {path.stat().st_size} bytes instead of {size}; remove {self._link}"
+                    )
+                with path.open("rb") as file:
+                    if file.read(len(header)) != header:
+                        raise CorruptVersion(f"{path} has another header than was written; remove {self._link}")
+        except (FileNotFoundError, msgspec.DecodeError, IndexError) as error:
             raise CorruptVersion(f"{self._link} holds no weights of ours ({error}); remove it to pull anew") from error
-        if size != copy.bytes:
-            raise CorruptVersion(f"{copy.path} has {size} bytes instead of {copy.bytes}; remove {self._link}")
-        self._current, self._state = copy, record.state
+        self._current, self._state = held, record.state

@@ -52,6 +52,9 @@ class SnapshotSink:
     def stage_sparse(self, name: str, offset: int, itemsize: int, index: NDArray[np.int64], data: Bytes) -> None:
         raise AssertionError("this sink is given whole frames")
 
+    def seal(self) -> None:
+        pass
+
     def commit(self, state: SinkState) -> None:
         self.snapshot.root = state.digest
 

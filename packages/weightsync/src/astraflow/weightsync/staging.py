@@ -20,6 +20,7 @@ async def stage(assembler: Assembler, sink: Sink) -> None:
     try:
         await anyio.to_thread.run_sync(sink.begin, assembler.layout)
         await run_all(partial(_stage_group, assembler, sink, _Scratch(assembler)), groups)
+        await anyio.to_thread.run_sync(sink.seal)
     except BaseException:
         with anyio.CancelScope(shield=True):
             await anyio.to_thread.run_sync(sink.abort)

@@ -174,6 +174,9 @@ class TensorSink:
     def stage_sparse(self, name: str, offset: int, itemsize: int, index: Index, data: Bytes) -> None:
         self._stage(name, offset, itemsize, index, data)
 
+    def seal(self) -> None:
+        pass
+
     def commit(self, state: SinkState) -> None:
         devices = {target.key[0]: target for target in self._targets.values()}.values()
         done: list[_Change] = []
