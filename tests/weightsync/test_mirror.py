@@ -459,6 +459,24 @@ async def test_a_source_that_is_another_or_older_is_refused(
         assert (mirror.status.incarnation, mirror.status.version) == (2, 0)
 
 
+async def test_what_its_block_raises_comes_out_as_it_is(source: Distant, tmp_path: Path) -> None:
+    with pytest.raises(LookupError, match="mine"):
+        async with Mirror(source, tmp_path):
+            raise LookupError("mine")
+
+
+@pytest.mark.parametrize("cut_through", [False, True])
+async def test_it_ends_at_once_when_it_is_cancelled_while_fetching(
+    source: Distant, publisher: Publisher, tensors: Arrays, tmp_path: Path, cut_through: bool
+) -> None:
+    await publisher.publish(tensors, 0)
+    source.hold_at = 0
+    with anyio.fail_after(20), anyio.move_on_after(0.2):
+        async with anyio.create_task_group() as group, Mirror(source, tmp_path, cut_through=cut_through) as mirror:
+            group.start_soon(anyio.sleep_forever)
+            await mirror.caught_up()
+
+
 async def test_a_directory_has_one_mirror(source: Distant, tmp_path: Path) -> None:
     async with Mirror(source, tmp_path):
         with pytest.raises(WeightSyncError, match="another mirror's"):

@@ -2,6 +2,7 @@
 
 from .channel import Channel, LocalChannel, RankLost, TorchChannel
 from .directory_store import DirectoryStore
+from .inspection import Inspection, VersionInfo, inspect
 from .interface import (
     CorruptVersion,
     Entry,
@@ -33,13 +34,16 @@ from .shards import Piece
 from .stores import open_store
 from .tensor_sink import TensorSink
 from .torch_shards import shards_of
+from .verification import Damage, Verification, verify
 
 __all__ = [
     "Channel",
     "CorruptVersion",
+    "Damage",
     "DirectoryStore",
     "Entry",
     "HttpStore",
+    "Inspection",
     "LocalChannel",
     "Located",
     "MemoryStore",
@@ -69,9 +73,13 @@ __all__ = [
     "Tls",
     "TorchChannel",
     "TransferMode",
+    "Verification",
+    "VersionInfo",
     "WeightSyncError",
     "WrongBase",
+    "inspect",
     "open_store",
     "serve",
     "shards_of",
+    "verify",
 ]

@@ -57,7 +57,10 @@ async def inspect(store: Store) -> Inspection:
 
 def read_head(store: Store) -> Head:
     """Raises FileNotFoundError, CorruptVersion."""
-    return decode_head(store.read(HEAD))
+    try:
+        return decode_head(store.read(HEAD))
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{store.url}: nothing has been published there, it has no HEAD") from None
 
 
 def read_manifest(store: Store, ref: VersionRef) -> Manifest:

@@ -97,6 +97,7 @@ class Mirror:
         self._seen = ""
         self._incoming: dict[str, Incoming] = {}
         self._versions: dict[VersionRef, _Version] = {}
+        self._tags: dict[str, str] = {}
         self._arrived = 0
         self._round = self._looked = 0
         self._looking = _Patience(source.url)
@@ -126,8 +127,13 @@ class Mirror:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """What the body raised goes on as it is, in no group."""
-        await self._stack.aclose()
-        self._incoming = {}
+        try:
+            await self._stack.__aexit__(kind, error, trace)
+        except ExceptionGroup as group:
+            if _leaves(group) != [error]:
+                raise
+        finally:
+            self._incoming = {}
 
     @property
     def url(self) -> str:
@@ -191,11 +197,12 @@ class Mirror:
         return self._local.poll(key, seen)
 
     def locate(self, key: str) -> Located:
-        """Raises FileNotFoundError."""
+        """A blob's tag is the same while it arrives and when it is here. Raises FileNotFoundError."""
         incoming = self._incoming.get(key)
-        if incoming is None:
-            return self._local.locate(key)
-        return Located(incoming.blob.size, f"{incoming.blob.size:x}", None)
+        if incoming is not None:
+            return Located(incoming.blob.size, self._tags[key], None)
+        here = self._local.locate(key)
+        return here._replace(tag=self._tags.get(key, here.tag))
 
     def list(self, prefix: str) -> list[str]:
         return [entry.key for entry in self.entries(prefix)]
@@ -322,6 +329,9 @@ class Mirror:
                 elif here[blob.key] != blob.size:
                     known = before.get(blob.key)
                     incoming[blob.key] = await self._run(self._begin, blob) if known is None else known
+            self._tags = {
+                blob.key: f"{ref.manifest[:16]}-{blob.size:x}" for ref in versions for blob in versions[ref].parts
+            }
             self._incoming = incoming
             for key in incoming.keys() - before.keys():
                 self._tasks.start_soon(self._resume, incoming[key])
@@ -463,6 +473,12 @@ class _Patience:
         if self.fault:
             log.info("the source can be read again", source=self._url)
         self.fault, self._failures = "", 0
+
+
+def _leaves(error: Exception) -> list[Exception]:
+    if isinstance(error, ExceptionGroup):
+        return [leaf for part in error.exceptions for leaf in _leaves(part)]
+    return [error]
 
 
 def _lock(path: Path) -> int:
