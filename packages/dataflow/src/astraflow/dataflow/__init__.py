@@ -11,10 +11,13 @@ from .algorithms.stage import Context, Dice, Stage, read_state
 from .arrays import Array
 from .balance import pool_target, wait_fraction
 from .config import DataflowConfig, PolicyFeed, Replay
+from .data.gym import gym_dataset
+from .data.mixture import MixBy, MixtureSource
+from .data.open import open_sources
+from .data.stream import StreamSource
 from .failures import FailurePolicy
 from .figures import LengthCount, MetricSummary, PolicyStatus, WorkerStatus
 from .group import PolicyGroup, advantage_of, reward_of, trajectory_of
-from .gym import gym_dataset
 from .interface import (
     Attachment,
     AttachRequest,
@@ -62,7 +65,7 @@ from .journal import Journal, JournalError, open_journal
 from .observer import Observer
 from .sequence import FinishReason, Sequence
 from .service import Dataflow
-from .sources import EvalSuite, ListSource, PromptSource
+from .sources import EvalSuite, ListSource, PromptSource, SourceFailed
 
 __all__ = [
     "Array",
@@ -98,6 +101,8 @@ __all__ = [
     "ListSource",
     "Message",
     "MetricSummary",
+    "MixBy",
+    "MixtureSource",
     "Observer",
     "Order",
     "Phase",
@@ -120,10 +125,12 @@ __all__ = [
     "Scalar",
     "Selector",
     "Sequence",
+    "SourceFailed",
     "Stage",
     "StalenessCorrection",
     "Status",
     "StepReport",
+    "StreamSource",
     "SubmitReply",
     "SubmitRequest",
     "SuiteReport",
@@ -138,6 +145,7 @@ __all__ = [
     "advantage_of",
     "gym_dataset",
     "open_journal",
+    "open_sources",
     "pool_target",
     "read_state",
     "reward_of",

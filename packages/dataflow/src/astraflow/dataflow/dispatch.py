@@ -16,7 +16,7 @@ from .config import DataflowConfig
 from .interface import LeaseRequest, Prompt, RolloutTask
 from .journal import Closed, Leased, OldTask, Opened, Record
 from .leases import LeaseBook
-from .sources import PromptSource
+from .sources import PromptSource, SourceFailed
 from .tasks import OpenTask, TaskBoard
 from .workers import Worker, Workers
 
@@ -40,6 +40,7 @@ class Dispatch:
         self._config = config
         self._record = record
         self._source = source
+        self.source_failure = ""
         self._drawn = 0
         self.exhausted = False
         self.workers = Workers(config.worker_silence_s, config.failures, now)
@@ -148,9 +149,15 @@ class Dispatch:
 
     def _draw(self, admits: Callable[[Prompt], bool], now: float) -> OpenTask | None:
         """Open a task for the source's next prompt that is worth it, if it has one."""
-        prompt = None if self.exhausted else self._source.next()
-        while prompt is not None and not admits(prompt):
+        if self.exhausted or self.source_failure:
+            return None
+        try:
             prompt = self._source.next()
+            while prompt is not None and not admits(prompt):
+                prompt = self._source.next()
+        except SourceFailed as error:
+            self.source_failure = f"no more prompts can be had: {error}"
+            return None
         if prompt is None:
             self.exhausted = self._source.ended
             if not self.exhausted:

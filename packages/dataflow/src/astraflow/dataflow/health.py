@@ -81,7 +81,10 @@ class Health:
     def failure(self, policy: PolicyStream, now: float) -> str:
         """Why no batch will come for this policy; empty if one may. In synchronous mode all fail together."""
         streams = self._policies.values() if self._config.synchronous else (policy,)
-        return next(filter(None, (stream.failure for stream in streams)), "") or self.rollout_failure(now)
+        failure = next(filter(None, (stream.failure for stream in streams)), "")
+        if not failure and not self._dispatch.tasks.training:
+            failure = self._dispatch.source_failure
+        return failure or self.rollout_failure(now)
 
     def rollout_failure(self, now: float) -> str:
         """Why nothing will come of rollouts any more; empty while something may."""

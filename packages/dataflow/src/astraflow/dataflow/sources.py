@@ -6,14 +6,19 @@ after `restore(state())` as if it had never stopped.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from .algorithms.stage import Stage, read_state
 from .interface import Prompt, Sampling
+
+
+class SourceFailed(Exception):
+    """No prompt can be had although the source has not ended; the message says why."""
 
 
 @runtime_checkable
@@ -22,7 +27,11 @@ class PromptSource(Stage, Protocol):
 
     def next(self) -> Prompt | None:
         """The next prompt; None when the source has ended, and then for ever, or when it waits for more (`ended`
-        tells which)."""
+        tells which).
+
+        Raises:
+            SourceFailed: it cannot go on.
+        """
         ...
 
     @property
@@ -44,11 +53,11 @@ class ListState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ListSource(PromptSource):
-    """Prompts in memory, shuffled anew each epoch by `seed`; `epochs` None repeats for ever."""
+    """Prompts by number, shuffled anew each epoch by `seed`; `epochs` None repeats for ever."""
 
     def __init__(self, prompts: Sequence[Prompt], seed: int, epochs: int | None = None) -> None:
         """Raises ValueError if there are no prompts or two share an id."""
-        self._prompts = tuple(prompts)
+        self._prompts = prompts
         if not self._prompts:
             raise ValueError("a prompt source needs at least one prompt")
         refuse_duplicates(self._prompts)
@@ -65,7 +74,7 @@ class ListSource(PromptSource):
             self._epoch += 1
             self._index = 0
             self._order = self._shuffled()
-        prompt = self._prompts[self._order[self._index]]
+        prompt = self._prompts[int(self._order[self._index])]
         self._index += 1
         return prompt
 
@@ -93,10 +102,9 @@ class ListSource(PromptSource):
     def stats(self) -> dict[str, float]:
         return {"epoch": float(self._epoch), "given": float(self._epoch * len(self._prompts) + self._index)}
 
-    def _shuffled(self) -> list[int]:
-        order = list(range(len(self._prompts)))
-        random.Random(f"{self._seed}/{self._epoch}").shuffle(order)
-        return order
+    def _shuffled(self) -> NDArray[np.int64]:
+        seed = (self._seed % (1 << 64), self._epoch)
+        return np.random.default_rng(seed).permutation(len(self._prompts))
 
 
 def refuse_duplicates(prompts: Iterable[Prompt]) -> None:

@@ -18,15 +18,17 @@ T = TypeVar("T")
 
 
 class Context(msgspec.Struct, frozen=True, kw_only=True):
-    """What a stage may know of its place: a constructor that has a parameter `context` gets it."""
+    """What a stage may know of its place: a constructor that has a parameter `context` gets it. `model_id` is the
+    policy it is for, `source` the name that a prompt source goes by."""
 
     seed: int = 0
     model_id: str = ""
+    source: str = ""
     n_samples: int = 1
 
     def within(self, *names: object) -> Context:
         """The context of a part of this stage: the same, with a seed of its own."""
-        text = "/".join(str(name) for name in (self.seed, self.model_id, *names))
+        text = "/".join(str(name) for name in (self.seed, self.model_id, self.source, *names))
         seed = int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "big")
         return msgspec.structs.replace(self, seed=seed)
 
