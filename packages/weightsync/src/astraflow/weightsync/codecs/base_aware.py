@@ -1,12 +1,12 @@
 """`L2`: positions coded given what the receiver holds already, the old values.
 
 An optimiser step moves every weight by about as much, so the smaller a weight, the finer its grid and the likelier it
-changes: the 2 % of the elements with the smallest exponents hold half of the changes. Those elements are sorted by
-exponent and cut into classes; a change among them is told by its rank in its class (a gap between ranks), every other
-change by the gap over all elements. Each class has its own statistics, for values too.
+changes: the 1 % of the elements with the smallest exponents hold a third of the changes, 2 % half of them. The smallest
+are sorted by exponent and cut into classes; a change among them is told by its rank in its class (a gap between ranks),
+every other change by the gap over all elements. Each class has its own statistics, for values too.
 
-One pass over the frame finds the members of all classes, which is why there is one limit on how many they may be and
-no limit on cut points that a faster code would need. The decoder needs the exact old bytes.
+One pass over the frame finds the members of all classes, so that it is their number that costs, not that of the cuts.
+The decoder needs the exact old bytes.
 
 Payload: u8 number of classes C, the C exponents (u8, ascending) below which each class ends, then for every class and
 for the rest u32 changes, u32 length of the gaps' part, u32 length of the values' part; then the parts, in that order.
@@ -25,19 +25,20 @@ from numpy.typing import NDArray
 
 from ..interface import CorruptVersion
 from . import numbers
-from .changes import CHUNK_BYTES, Bits, Index, Unsigned, count, from_gaps, gaps, positions
+from .changes import CHUNK_BYTES, Bits, Index, Unsigned, count, from_gaps, gaps, no_bits, positions
 from .order import Float, add_steps, steps
 
-MAX_CLASSES = 6
+MAX_CLASSES = 5
+"""More of them than this do not pay for the headers of their parts."""
 MIN_CHANGES = 300
 """Changes that a class must hold to be worth the header of its parts."""
-MEMBERS = 1 / 32
+MEMBERS = 1 / 64
 """The share of the elements that all classes may hold together: finding them is most of the decoder's work."""
 MOST_MEMBERS = 1 / 2
 """The share that a decoder takes for an honest mistake of the encoder's sample; it bounds the memory."""
 WORTH = 0.97
 """`choose_cuts` answers with cuts where they should leave this of the base-free positions, or less."""
-_SAMPLE = 1 << 16
+_SAMPLE = 1 << 14
 
 _PART = struct.Struct("<III")
 
@@ -47,18 +48,18 @@ def exponent(values: Unsigned, kind: Float) -> NDArray[np.uint8]:
     return ((values << 1) >> (kind.mantissa + 1)).astype(np.uint8)
 
 
-def choose_cuts(values: Unsigned, index: Index, kind: Float) -> list[int]:
-    """Exponents, ascending, at which to cut; empty where that would not pay. `values` [n] are the old ones, `index` the
-    changed.
+def choose_cuts(values: Unsigned, exponents: NDArray[np.uint8], kind: Float) -> list[int]:
+    """Exponents, ascending, at which to cut; empty where that would not pay. `values` [n] are the old ones,
+    `exponents` [changed] those of the changed.
 
     The highest cut is the one under which lie as many elements as are allowed; under it, each exponent is a class as
     long as it has changes enough. Sizes are entropies from a histogram of a sample.
     """
     sample = values[:: len(values) // _SAMPLE | 1]
     held = np.bincount(exponent(sample, kind), minlength=256) * (len(values) / len(sample))
-    changed = np.bincount(exponent(values[index], kind), minlength=256)
+    changed = np.bincount(exponents, minlength=256)
     below = np.cumsum(changed)
-    allowed = min(max(MEMBERS, len(index) / len(values)), 0.25) * len(values)
+    allowed = min(max(MEMBERS, len(exponents) / len(values)), 0.25) * len(values)
     top = min(int(np.searchsorted(np.cumsum(held), allowed, side="right")), (1 << kind.exponent) - 1)
     cuts: list[int] = []
     while top > 0 and len(cuts) < MAX_CLASSES and below[top - 1] >= MIN_CHANGES:
@@ -72,18 +73,19 @@ def choose_cuts(values: Unsigned, index: Index, kind: Float) -> list[int]:
     spans = [slice(low, high) for low, high in zip(edges, cuts, strict=False)]
     aware = sum(_position_bits(changed[span].sum(), held[span].sum()) for span in spans)
     aware += _position_bits(changed[cuts[-1] :].sum(), len(values)) + 8 * 40 * len(cuts)
-    return cuts if aware < WORTH * _position_bits(len(index), len(values)) else []
+    return cuts if aware < WORTH * _position_bits(len(exponents), len(values)) else []
 
 
 def pack(index: Index, old: Unsigned, new: Unsigned, kind: Float) -> bytes | None:
     """The changes at `index` from `old` to `new` (all elements of the frame); None where classes would not pay."""
-    cuts = choose_cuts(old, index, kind)
+    exponents = exponent(old[index], kind)
+    cuts = choose_cuts(old, exponents, kind)
     small = _below(old, cuts[-1], kind) if cuts else None
     if small is None or count(small) > MOST_MEMBERS * len(old):
         return None
     members, ends = _members(old, small, cuts, kind)
     ranks = np.flatnonzero(old[members] != new[members])
-    rest = index[exponent(old[index], kind) >= cuts[-1]]
+    rest = index[exponents >= cuts[-1]]
     parts = [(rest, rest)]
     for start, end in reversed(list(pairwise(ends))):
         low, high = np.searchsorted(ranks, (start, end))
@@ -154,12 +156,12 @@ def _below(values: Unsigned, cut: int, kind: Float) -> Bits:
     """The elements whose exponent is below `cut`."""
     limit = values.dtype.type(cut << (kind.mantissa + 1))
     step = CHUNK_BYTES // values.itemsize
-    bits = np.empty(-(-len(values) // 8), np.uint8)
+    bits = no_bits(len(values))
     magnitude = np.empty(min(step, len(values)), values.dtype)
     mask = np.empty(len(magnitude), np.bool_)
     for start in range(0, len(values), step):
         stop = min(start + step, len(values))
-        part = np.left_shift(values[start:stop], 1, out=magnitude[: stop - start])
+        part = np.add(values[start:stop], values[start:stop], out=magnitude[: stop - start])  # without the sign
         small = np.less(part, limit, out=mask[: stop - start])
         bits[start // 8 : -(-stop // 8)] = np.packbits(small, bitorder="little")
     return bits

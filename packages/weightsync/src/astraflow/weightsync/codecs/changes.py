@@ -11,20 +11,20 @@ from numpy.typing import NDArray
 from ..interface import Bytes, CorruptVersion
 from ..layout import elements
 
-CHUNK_BYTES = 512 << 10
+CHUNK_BYTES = 1 << 20
 """Dense bytes worked on at a time, so that inputs and masks stay in a core's cache."""
 
 Index = NDArray[np.int64]
 Unsigned = NDArray[np.unsignedinteger]
 Bits = NDArray[np.uint8]
-"""A set of elements: element i is bit i % 8 of byte i // 8."""
+"""A set of elements: element i is bit i % 8 of byte i // 8; zeros up to a multiple of 8 bytes."""
 
 
 def difference(old: Bytes, new: Bytes, itemsize: int) -> Bits:
     """The elements whose bits differ."""
     before, after = elements(old, itemsize), elements(new, itemsize)
     step = CHUNK_BYTES // itemsize
-    bits = np.empty(-(-len(before) // 8), np.uint8)
+    bits = no_bits(len(before))
     mask = np.empty(min(step, len(before)), np.bool_)
     for start in range(0, len(before), step):
         stop = min(start + step, len(before))
@@ -33,21 +33,36 @@ def difference(old: Bytes, new: Bytes, itemsize: int) -> Bits:
     return bits
 
 
+def no_bits(size: int) -> Bits:
+    """Of `size` elements, none."""
+    return np.zeros(-(-size // 64) * 8, np.uint8)
+
+
 def count(bits: Bits) -> int:
-    return int(np.bitwise_count(bits).sum(dtype=np.int64))
+    return int(np.bitwise_count(bits.view(np.uint64)).sum(dtype=np.int64))
 
 
 def positions(bits: Bits) -> Index:
     """Positions [K] of the elements in the set.
 
-    By way of the bytes that are not zero: `flatnonzero` over every element is two to three times as slow where one
-    in a hundred is set.
+    The lowest bit of every word that has one, then the next lowest of those that have another: where one element in a
+    hundred is set, that takes a third of the time of numpy's `flatnonzero` over a mask.
     """
-    occupied = np.flatnonzero(bits != 0)
-    inside = np.flatnonzero(np.unpackbits(bits[occupied], bitorder="little").view(np.bool_))
-    index: Index = occupied[inside >> 3]
-    index <<= 3
-    index += inside & 7
+    words = bits.view(np.uint32)
+    at = np.flatnonzero(words != 0)
+    left = words[at]
+    slot = np.bitwise_count(left).astype(np.int64)
+    size = int(slot.sum())
+    slot = np.cumsum(slot) - slot
+    index = np.empty(size, np.int64)
+    at <<= 5
+    while len(left):
+        lower = left - np.uint32(1)
+        index[slot] = at + np.bitwise_count(~left & lower)
+        left &= lower
+        more = np.flatnonzero(left != 0)
+        left, at, slot = left[more], at[more], slot[more]
+        slot += 1
     return index
 
 
@@ -71,8 +86,10 @@ def from_gaps(between: NDArray[np.uint32], size: int) -> Index:
 
     Raises CorruptVersion for a position that is not below `size`.
     """
-    index = np.cumsum(between, dtype=np.int64)
-    index += np.arange(len(between))
+    index = between.astype(np.int64)
+    index += 1
+    np.cumsum(index, out=index)
+    index -= 1
     if len(index) and index[-1] >= size:
         raise CorruptVersion(f"a change at element {int(index[-1])} of {size}")
     return index

@@ -14,15 +14,17 @@ from pcodec import ChunkConfig, DeltaSpec, ModeSpec, standalone
 
 from ..interface import CorruptVersion
 
+_CONFIG = ChunkConfig(mode_spec=ModeSpec.classic(), delta_spec=DeltaSpec.no_op(), enable_8_bit=True)
+
 
 def pack(numbers: NDArray[np.unsignedinteger]) -> bytes:
-    """uint8 travels as uint16; nothing as nothing."""
+    """u8 bytes of a number as they are packed, the fewest that hold the largest, for pcodec's tables are written in
+    them; then what pcodec makes. Nothing as nothing."""
     if not len(numbers):
         return b""
-    config = ChunkConfig(mode_spec=ModeSpec.classic(), delta_spec=DeltaSpec.no_op())
-    wide = numbers.astype(np.uint16) if numbers.itemsize == 1 else numbers
-    packed: bytes = standalone.simple_compress(wide, config)
-    return packed
+    width = min(numbers.itemsize, np.min_scalar_type(numbers.max()).itemsize)
+    packed: bytes = standalone.simple_compress(numbers.astype(f"u{width}", copy=False), _CONFIG)
+    return bytes([width]) + packed
 
 
 def unpack(data: memoryview, length: int, dtype: Any) -> NDArray[Any]:
@@ -32,15 +34,14 @@ def unpack(data: memoryview, length: int, dtype: Any) -> NDArray[Any]:
         if len(data):
             raise CorruptVersion(f"a payload has {len(data)} bytes for no numbers")
         return np.empty(0, kind)
-    into = np.empty(length, np.uint16 if kind.itemsize == 1 else kind)
+    width = data[0] if len(data) else 0
+    if width not in (1, 2, 4) or width > kind.itemsize:
+        raise CorruptVersion(f"a payload has numbers of {width} bytes where {kind} is expected")
+    into = np.empty(length, f"u{width}")
     try:
-        progress = standalone.simple_decompress_into(bytes(data), into)
+        progress = standalone.simple_decompress_into(bytes(data[1:]), into)
     except (RuntimeError, TypeError) as error:
         raise CorruptVersion(f"a payload is not what pcodec wrote: {error}") from error
     if progress.n_processed != length or not progress.finished:
         raise CorruptVersion(f"a payload holds other than the {length} changes it claims")
-    if kind.itemsize == 1:
-        if int(into.max()) > 0xFF:
-            raise CorruptVersion("a payload holds a number that has more than 8 bits")
-        return into.astype(kind)
-    return into
+    return into.astype(kind, copy=False)
