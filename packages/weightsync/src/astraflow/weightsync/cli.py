@@ -7,6 +7,7 @@ line that says what happened, where and what to do.
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import signal
 import sys
 from collections.abc import Sequence
@@ -138,12 +139,22 @@ class Verify(msgspec.Struct, frozen=True, kw_only=True):
     access: Annotated[Access, tyro.conf.arg(name="")] = Access()
 
 
+class Bench(msgspec.Struct, frozen=True, kw_only=True):
+    """Measure codecs, digests and applying on weights that are trained for it: minutes. Needs torch."""
+
+    seed: int = 0
+    """Of the model and its training steps."""
+    report: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
+    """Markdown file to write; by default it is printed."""
+
+
 COMMANDS: dict[str, Any] = {
     "serve": Serve,
     "pull": Pull,
     "mirror": Mirror,
     "inspect": Inspect,
     "verify": Verify,
+    "bench": Bench,
 }
 
 
@@ -157,6 +168,8 @@ def main() -> None:
         fail(str(error), DAMAGED)
     except OSError as error:
         fail(describe(error), UNREACHABLE)
+    except KeyboardInterrupt:
+        fail("interrupted", 128 + signal.SIGINT)
     sys.exit(code)
 
 
@@ -183,6 +196,8 @@ def command(args: Sequence[str]) -> int:
         raise UsageError(f"there is no command {name!r}; " + (f"did you mean {near[0]}?" if near else known()))
     config = (tyro.conf.FlagCreatePairsOff,)
     request = tyro.cli(COMMANDS[name], prog=f"weightsync {name}", args=rest, config=config)
+    if isinstance(request, Bench):
+        return bench(request)
     return anyio.run(interruptible, request, backend="asyncio")
 
 
@@ -195,6 +210,22 @@ def first_cause(error: Exception) -> Exception:
 
 def known() -> str:
     return f"known: {', '.join(COMMANDS)}"
+
+
+def bench(request: Bench) -> int:
+    """All of it is work for the processor, so a signal ends the process as it ends any other."""
+    if importlib.util.find_spec("torch") is None:
+        raise UsageError("bench trains a model, which needs torch: pip install 'astraflow-weightsync[torch]'")
+    from .bench import page, run
+
+    results = run(request.seed, lambda told: print(told, file=sys.stderr, flush=True))
+    text = page(results, request.seed)
+    if request.report is None:
+        print(text, end="")
+    else:
+        request.report.write_text(text)
+        print(f"written to {request.report}")
+    return DONE
 
 
 async def interruptible(request: Any) -> int:
