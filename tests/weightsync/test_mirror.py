@@ -20,13 +20,17 @@ import pytest
 from astraflow.weightsync import (
     CorruptVersion,
     DirectoryStore,
+    LocalChannel,
     MemoryStore,
     Mirror,
+    Piece,
     Publisher,
     Puller,
     Retention,
+    ShardedPublisher,
     TensorSink,
     WeightSyncError,
+    verify,
 )
 from astraflow.weightsync.leases import lease
 from astraflow.weightsync.manifest import decode_head
@@ -585,3 +589,25 @@ async def test_after_a_kill_it_goes_on_with_what_it_has(
         await mirror.caught_up()
     assert source.sent == source.sizes() - had
     assert (place / "1/v/0/model.safetensors").read_bytes() == bytes(source.read("1/v/0/model.safetensors"))
+
+
+async def test_what_several_ranks_published_is_mirrored_with_its_index(
+    source: Distant, tensors: Arrays, tmp_path: Path
+) -> None:
+    """A store that cannot be written at offsets has an anchor in several files."""
+    ranks = [ShardedPublisher(source, channel, stream="s", incarnation=1) for channel in LocalChannel.group(2)]
+    rows = [slice(0, 400), slice(400, None)]
+    async with anyio.create_task_group() as group:
+        for publisher, row in zip(ranks, rows, strict=True):
+            piece = Piece("w", "F32", tensors["w"].shape, row.start, tensors["w"][row])
+            bias = Piece("b", "F32", tensors["b"].shape, 0, tensors["b"])
+            group.start_soon(publisher.publish, [piece, bias], 0)
+    async with Mirror(source, tmp_path, cut_through=True) as mirror:
+        await mirror.caught_up()
+        assert mirror.list("") == source.named()
+        assert "1/v/0/model.safetensors.index.json" in mirror.list("")
+        assert (await verify(mirror)).damage == ()
+        live = zeros(tensors)
+        await Puller(mirror, TensorSink(live)).pull()
+    assert (live["w"] == tensors["w"]).all()
+    assert source.sent == source.sizes() + len(source.read("1/v/0/model.safetensors.index.json"))

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import blake3
 
 from .interface import CorruptVersion
-from .layout import Frame, cut, dense_bytes, offsets, safetensors_header
+from .layout import INDEX, Frame, cut, dense_bytes, offsets, safetensors_header, safetensors_index
 from .manifest import Manifest, VersionRef, part_key
 
 
@@ -35,7 +35,8 @@ class Blob(NamedTuple):
 
 
 def contents(ref: VersionRef, manifest: Manifest) -> tuple[Blob, ...]:
-    """The parts of a version, deltas first; a delta of no change is empty. Raises CorruptVersion where a part has
+    """The parts of a version, deltas first, and the index of an anchor in several files; a delta of no change is empty.
+    Raises CorruptVersion where a part has
     bytes that no digest covers."""
     frames = cut(manifest.layout, manifest.frame_bytes)
     deltas: list[list[Extent]] = [[] for _ in manifest.deltas]
@@ -60,6 +61,11 @@ def contents(ref: VersionRef, manifest: Manifest) -> tuple[Blob, ...]:
                 extents.append(Extent(first, first + frame.length, digest, spec.name))
         key = part_key(ref.incarnation, ref.version, part.name)
         blobs.append(_whole(key, part.start + dense_bytes(specs), extents, is_anchor=True))
+    if len(manifest.anchors) > 1:
+        files = {manifest.layout[tensor].name: part.name for part in manifest.anchors for tensor in part.tensors}
+        index = safetensors_index(manifest.layout, files)
+        whole = [Extent(0, len(index), blake3.blake3(index).digest(), "the index")]
+        blobs.append(_whole(part_key(ref.incarnation, ref.version, INDEX), len(index), whole, is_anchor=True))
     return tuple(blobs)
 
 

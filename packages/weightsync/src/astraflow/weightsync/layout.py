@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import blake3
@@ -28,6 +28,9 @@ ITEMSIZE = {
     "U64": 8, "I64": 8, "F64": 8,
 }  # fmt: skip
 """Bytes of an element, by safetensors' dtype name."""
+
+INDEX = "model.safetensors.index.json"
+"""The file that `safetensors_index` makes."""
 
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
@@ -118,6 +121,12 @@ def safetensors_header(layout: Sequence[TensorSpec]) -> bytes:
     text = json.dumps(fields, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
+
+
+def safetensors_index(layout: Sequence[TensorSpec], files: Mapping[str, str]) -> bytes:
+    """What Hugging Face's loaders read where a model is in several files; `files`: tensor name -> file name."""
+    index = {"metadata": {"total_size": dense_bytes(layout)}, "weight_map": dict(sorted(files.items()))}
+    return json.dumps(index, indent=2).encode()
 
 
 def layout_digest(layout: Sequence[TensorSpec], frame_bytes: int) -> bytes:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from .interface import TensorSpec
-from .layout import dense_bytes, safetensors_header
+from .layout import dense_bytes, safetensors_header, safetensors_index
 from .manifest import anchor_name
-
-INDEX = "model.safetensors.index.json"
 
 
 class Files:
@@ -38,9 +35,7 @@ class Files:
 
     def index(self) -> bytes:
         """What Hugging Face's loaders read where there are several files."""
-        names = {name: self.paths[number].name for name, (number, _) in self._places.items()}
-        index = {"metadata": {"total_size": dense_bytes(self.layout)}, "weight_map": dict(sorted(names.items()))}
-        return json.dumps(index, indent=2).encode()
+        return safetensors_index(self.layout, {name: self.paths[at].name for name, (at, _) in self._places.items()})
 
 
 def split(layout: Sequence[TensorSpec], file_bytes: int) -> list[list[int]]:

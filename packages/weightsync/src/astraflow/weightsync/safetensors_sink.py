@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 from .files import in_use, read_into, sync_directory, write_all, write_atomically
 from .interface import Bytes, CorruptVersion, SinkState, TensorSpec
-from .layout import check_layout
-from .safetensors_files import INDEX, Files, split
+from .layout import INDEX, check_layout
+from .safetensors_files import Files, split
 
 _STATE = "state.msgpack"
 

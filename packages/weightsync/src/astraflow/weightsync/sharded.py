@@ -11,7 +11,6 @@ are compared by digest before the next version, which has no delta where they ar
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from typing import TypeVar
@@ -35,7 +34,7 @@ from .interface import (
     Store,
     WeightSyncError,
 )
-from .layout import FRAME_BYTES, dense_bytes
+from .layout import FRAME_BYTES, INDEX, dense_bytes, safetensors_index
 from .manifest import AnchorPart, DeltaPart, delta_name, part_key
 from .sharded_work import Plan, Share, Work, merged
 from .shards import Held, Piece, held
@@ -272,12 +271,9 @@ class ShardedPublisher:
 
     def _write_index(self, plan: Plan, anchors: Sequence[AnchorPart], version: int) -> None:
         """So that Hugging Face's loaders find the tensors of an anchor in several files."""
-        if len(anchors) == 1:
-            return
-        names = {plan.layout[tensor].name: part.name for part in anchors for tensor in part.tensors}
-        index = {"metadata": {"total_size": dense_bytes(plan.layout)}, "weight_map": dict(sorted(names.items()))}
-        key = part_key(self._stream.incarnation, version, "model.safetensors.index.json")
-        self._store.put(key, [json.dumps(index, indent=2).encode()])
+        if len(anchors) > 1:
+            files = {plan.layout[tensor].name: part.name for part in anchors for tensor in part.tensors}
+            self._store.put(part_key(self._stream.incarnation, version, INDEX), [safetensors_index(plan.layout, files)])
 
     def _advance(self, work: Work, share: Share, root: str, plan: str) -> None:
         self._root, self._plan_digest = "", plan  # until it has all of the new bytes
