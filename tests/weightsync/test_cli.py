@@ -15,6 +15,7 @@ from typing import Any
 import anyio
 import numpy as np
 import pytest
+import structlog
 import trustme
 from safetensors.numpy import load_file
 
@@ -22,6 +23,13 @@ from astraflow.weightsync import DirectoryStore, Publisher, WeightSyncError, cli
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 COMMAND = [sys.executable, "-m", "astraflow.weightsync"]
+
+
+@pytest.fixture(autouse=True)
+def own_logging() -> Iterator[None]:
+    """The command says where its process logs; the tests after it log as before."""
+    yield
+    structlog.reset_defaults()
 
 
 @pytest.fixture
