@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -123,7 +124,8 @@ class SafetensorsSink:
         os.rename(temporary, self._link)
         self._current, self._state = Files(other, staged.layout, staged.parts), state
         self.abort()
-        sync_directory(self._root)
+        with suppress(OSError):  # it is published; that a power cut could take it back is no reason to say otherwise
+            sync_directory(self._root)
 
     def abort(self) -> None:
         """What was staged stays on disk, unnamed, until the next `begin`."""
