@@ -62,7 +62,7 @@ def made_up(variant: str, seed: int) -> VariantRun:
     points = tuple(Point(rollouts=r, version=r // 10, accuracy=0.5 + r / 1000 + seed / 100) for r in (0, 50, 100))
     return VariantRun(
         variant=variant, seed=seed, generated=104, rejected=16, prompts_skipped=3, steps=8, trained=80, replayed=8,
-        effective=0.5, accuracy=0.6, seconds=1.0, points=points,
+        effective=0.5, accuracy_half=0.55, accuracy=0.6, seconds=1.0, points=points,
     )  # fmt: skip
 
 

@@ -43,7 +43,8 @@ class VariantRun(msgspec.Struct, frozen=True, kw_only=True):
 
     generated: training rollouts; rejected: of these, dropped by a filter; prompts_skipped: prompts that a selector kept
     from being rolled out; trained: samples in batches, `replayed` of them again; effective: the share of these with an
-    advantage other than 0. accuracy: at `rollouts` of the comparison, between the evaluations around it.
+    advantage other than 0. accuracy and accuracy_half: after all and after half of the comparison's rollouts, between
+    the evaluations around that.
     """
 
     variant: str
@@ -55,6 +56,7 @@ class VariantRun(msgspec.Struct, frozen=True, kw_only=True):
     trained: int
     replayed: int
     effective: float
+    accuracy_half: float
     accuracy: float
     seconds: float
     points: tuple[Point, ...]
@@ -216,6 +218,7 @@ def summarise(
         trained=int(trained),
         replayed=int(sum(step["batch/replayed"] for step in steps)),
         effective=effective / trained if trained else 0.0,
+        accuracy_half=accuracy_at(points, config.rollouts // 2),
         accuracy=accuracy_at(points, config.rollouts),
         seconds=result.total_s,
         points=points,

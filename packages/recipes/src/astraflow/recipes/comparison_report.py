@@ -41,6 +41,7 @@ COLUMNS: tuple[tuple[str, Callable[[VariantRun], float], int], ...] = (
     ("of these replayed", lambda run: run.replayed, 0),
     ("effective share", lambda run: run.effective, 2),
     ("effective per rollout", lambda run: run.trained * run.effective / max(run.generated, 1), 2),
+    ("accuracy halfway", lambda run: run.accuracy_half, 3),
     ("accuracy", lambda run: run.accuracy, 3),
 )
 

@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 import tomli_w
 
-from astraflow.dataflow import BatchBy, DataflowConfig, PolicyFeed, Replay, Sampling
+from astraflow.dataflow import BatchBy, DataflowConfig, MixBy, PolicyFeed, Replay, Sampling
 from astraflow.raas import CachePolicy
 from astraflow.trainer import TrainerConfig
 from astraflow.trainer import check as check_trainer
@@ -57,6 +57,13 @@ class DataConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Versions a trained token may be older than the weights it trains."""
     order: str = "edf"
     """Which buffered sequence is served first: edf (the oldest version), fifo, lifo, or your own."""
+    sources: dict[str, str] = {}
+    """Prompts to train on in place of the recipe's own, by name: dataset(path=...), gym(dataset=...), or your own
+    (docs/data_algorithms.md)."""
+    weights: dict[str, float] = {}
+    """Shares of several sources in the mixture, by name (1 where none is given)."""
+    mix: MixBy = "weight"
+    """Sources are drawn from at random by their weights, or take turns so that every prefix has its ratio."""
     selectors: tuple[str, ...] = ()
     """Prompts worth a rollout: greso, filter_solved, curriculum, ... (docs/data_algorithms.md)."""
     filters: tuple[str, ...] = ("zero_advantage",)

@@ -51,9 +51,9 @@ class EfficientConfig(RunConfig, frozen=True, kw_only=True):
     """What is compared."""
     seeds: int = 3
     """Runs of each variant: seeds --seed, --seed + 1, ..."""
-    rollouts: int = 2400
+    rollouts: int = 1920
     """Training samples that each run generates."""
-    evaluations: int = 4
+    evaluations: int = 6
     """Held-out evaluations on the way, the last one at the end."""
 
 
@@ -104,8 +104,8 @@ TINY = EfficientConfig(
     policies={"solver": PolicyConfig(model="package:tiny", batch_size=64, max_new_tokens=4)},
     data=DataConfig(max_staleness=2),
     rollout=RolloutConfig(max_context=96, max_running=64, capacity=64),
-    trainer=TrainerConfig(lr=3e-5, minibatches=2, loss=LossConfig(name="m2po", kl=0.0), checkpoint_every=0),
-    eval=EvalConfig(problems=200),
+    trainer=TrainerConfig(lr=1.5e-5, minibatches=2, loss=LossConfig(name="m2po", kl=0.0), checkpoint_every=0),
+    eval=EvalConfig(problems=300),
     task=MathTask(digits=(2, 2), reversed_digits=True, train_problems=64),
 )
 

@@ -38,8 +38,8 @@ class Problem:
         return cls(
             messages=prompt.messages,
             reference=prompt.reference,
-            opening=str(prompt.metadata["opening"]),
-            reversed_digits=bool(prompt.metadata["reversed_digits"]),
+            opening=str(prompt.metadata.get("opening", "")),
+            reversed_digits=bool(prompt.metadata.get("reversed_digits", False)),
             claim=None if claim is None else int(claim),
         )
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import anyio.to_thread
 import msgspec
 
-from astraflow.dataflow import Dataflow, DataflowService, Observer
+from astraflow.dataflow import Dataflow, DataflowService, Observer, PromptSource, open_sources
 from astraflow.raas import (
     ChatTokenizer,
     Engine,
@@ -47,9 +47,24 @@ async def resolve_models(config: RunConfig) -> dict[str, Path]:
     return made
 
 
+def make_source(recipe: Recipe[AnyRun], config: AnyRun) -> PromptSource:
+    """The prompts to train on: those of --data.sources, or the recipe's own.
+
+    Raises:
+        ConfigError: a source cannot be opened.
+    """
+    data = config.data
+    if not data.sources:
+        return recipe.parts.source(config)
+    try:
+        return open_sources(data.sources, seed=config.seed, weights=data.weights, by=data.mix)
+    except ValueError as error:
+        raise ConfigError(f"--data.sources: {error}") from error
+
+
 async def build_dataflow(recipe: Recipe[AnyRun], config: AnyRun, observer: Observer | None) -> Dataflow:
     """The dataflow with its prompts; making these can take a second, in a thread."""
-    source = await anyio.to_thread.run_sync(recipe.parts.source, config)
+    source = await anyio.to_thread.run_sync(make_source, recipe, config)
     suites = await anyio.to_thread.run_sync(recipe.parts.suites, config)
     return Dataflow(
         dataflow_config(config, recipe.workflow),
