@@ -75,11 +75,11 @@ def test_any_split_gives_the_gradients_of_separate_rows(
     losses = []
     for budget, share in [(4096, True), (4096, False), (64, True), (64, False), (20, True), (1, True)]:
         record = backend.gradients(samples, budget, share=share)
-        got = {name: tensor.clone() for name, tensor in backend.optimizer.gradients().items()}
+        got = {name: tensor.clone() for name, tensor in backend.learner.gradients().items()}
         assert (record.logprobs - logprobs).abs().max() < 1e-4
         assert_same(got, gradients)
         losses.append(record.loss)
-        backend.optimizer.forget()
+        backend.learner.forget()
     assert max(losses) - min(losses) <= 1e-5 * max(abs(losses[0]), 0.1)
 
 
@@ -118,7 +118,7 @@ def test_bf16_gradients_are_near_the_fp32_ones(spec: PolicySpec, make_batch: Cal
     exact, rough = (TorchBackend(spec, msgspec.structs.replace(config(loss), dtype=d)) for d in ("float32", "bfloat16"))
     exact.gradients(samples)
     rough.gradients(samples, 64)
-    left = torch.cat([g.flatten() for g in exact.optimizer.gradients().values()])
-    right = torch.cat([g.flatten() for g in rough.optimizer.gradients().values()])
+    left = torch.cat([g.flatten() for g in exact.learner.gradients().values()])
+    right = torch.cat([g.flatten() for g in rough.learner.gradients().values()])
     assert right.dtype == torch.float32
     assert torch.cosine_similarity(left, right, dim=0) > 0.995

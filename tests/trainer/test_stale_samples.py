@@ -20,7 +20,7 @@ def gradients(spec: PolicySpec, batch: TrainBatch, budget: int = 4096) -> tuple[
     """The gradients of the batch as one mini-batch, and how many tokens have none."""
     backend = TorchBackend(spec, CONFIG)
     record = backend.gradients(examples(batch, "p", 61), budget)
-    return torch.cat([g.flatten() for g in backend.optimizer.gradients().values()]), int(record.clipped.sum())
+    return torch.cat([g.flatten() for g in backend.learner.gradients().values()]), int(record.clipped.sum())
 
 
 def with_half(batch: TrainBatch, **fields: object) -> TrainBatch:

@@ -77,7 +77,7 @@ def test_a_non_finite_gradient_changes_nothing_and_is_counted(
 ) -> None:
     backend = TorchBackend(spec, FP32)
     backend.step(make_batch())
-    before = {name: tensor.clone() for name, tensor in backend.optimizer.state().items()}
+    before = {name: tensor.clone() for name, tensor in backend.learner.state().items()}
     weights = copies(backend)
 
     def poisoned(*arguments: Any) -> Tensor:
@@ -89,7 +89,7 @@ def test_a_non_finite_gradient_changes_nothing_and_is_counted(
     assert metrics["skipped"] == 4
     assert "grad_norm" not in metrics
     assert_equal(weights, copies(backend))
-    assert_equal(before, backend.optimizer.state())
+    assert_equal(before, backend.learner.state())
     assert backend.step(make_batch(2)).metrics["skipped"] == 0
     assert not torch.equal(weights["model.norm.weight"], backend.weights()["model.norm.weight"])
 
@@ -174,7 +174,7 @@ def test_published_weights_are_the_rounded_masters(spec: PolicySpec, make_batch:
     backend = TorchBackend(spec, TrainerConfig(lr=1e-6))
     for version in range(3):
         backend.step(make_batch(version))
-    state, published = backend.optimizer.state(), backend.weights()
+    state, published = backend.learner.state(), backend.weights()
     moved = 0
     for name, tensor in published.items():
         assert torch.equal(state[f"master.{name}"].bfloat16(), tensor)
@@ -212,7 +212,7 @@ def test_clipping_bounds_the_update_of_plain_adam(spec: PolicySpec, make_batch: 
     plain.gradients(examples(batch, "p", 61))
     parameters = [torch.nn.Parameter(tensor.clone()) for tensor in plain.weights().values()]
     for parameter, name in zip(parameters, plain.weights(), strict=True):
-        parameter.grad = plain.optimizer.gradients()[name].clone()
+        parameter.grad = plain.learner.gradients()[name].clone()
     norm = torch.nn.utils.clip_grad_norm_(parameters, 1e-9)
     torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.01).step()
     assert metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-5)
@@ -270,7 +270,7 @@ def test_learns_a_toy_preference(
 
 
 def test_state_file_of_another_model_is_refused(spec: PolicySpec, tmp_path: Path) -> None:
-    save_file({"step": torch.zeros(())}, tmp_path / "training.safetensors")
+    save_file({"step": torch.zeros(())}, tmp_path / "training-00000-of-00001.safetensors")
     with pytest.raises(KeyError, match=r"master\."):
         TorchBackend(spec, FP32).load(tmp_path)
 

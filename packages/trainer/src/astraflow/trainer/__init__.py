@@ -7,8 +7,17 @@ from .advantages import Groups, normalized, token_advantages
 from .batch import Example, examples
 from .checkpoint import Checkpoint, CheckpointMeta, latest_checkpoint, save_checkpoint
 from .config import LOSS_NAMES, AdvantageConfig, CriticConfig, LossConfig, OptimConfig, TrainerConfig, check
-from .interface import REQUIRED_METRICS, BadBatch, PolicySpec, StepResult, TrainerBackend
-from .loop import TrainSummary, train
+from .interface import (
+    REQUIRED_METRICS,
+    BadBatch,
+    PolicySpec,
+    PublishesItself,
+    PublishTarget,
+    StepResult,
+    TrainerBackend,
+)
+from .launch import world
+from .loop import TrainSummary, follow, train
 from .packing import minibatches
 from .registry import UnknownBackend, load_backend
 
@@ -25,6 +34,8 @@ __all__ = [
     "LossConfig",
     "OptimConfig",
     "PolicySpec",
+    "PublishTarget",
+    "PublishesItself",
     "StepResult",
     "TrainSummary",
     "TrainerBackend",
@@ -32,6 +43,7 @@ __all__ = [
     "UnknownBackend",
     "check",
     "examples",
+    "follow",
     "latest_checkpoint",
     "load_backend",
     "minibatches",
@@ -39,4 +51,5 @@ __all__ = [
     "save_checkpoint",
     "token_advantages",
     "train",
+    "world",
 ]

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
 from astraflow.dataflow import TrainBatch
+from astraflow.weightsync import PublishReport
 
 from .config import TrainerConfig
 
@@ -52,6 +53,26 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
 
 class BadBatch(Exception):
     """A batch that cannot be trained (empty, wrong model, token ids beyond the vocabulary); nothing changed."""
+
+
+class PublishTarget(msgspec.Struct, frozen=True, kw_only=True):
+    """The stream that a trainer publishes, and how often all of it."""
+
+    stream: str
+    incarnation: int
+    anchor_every: int
+
+
+@runtime_checkable
+class PublishesItself(Protocol):
+    """A backend whose weights lie in several places: it writes versions to its store itself, instead of handing its
+    `weights` over."""
+
+    async def publish(self, target: PublishTarget, version: int, /) -> PublishReport: ...
+
+    def stop(self) -> None:
+        """No call follows."""
+        ...
 
 
 class TrainerBackend(Protocol):

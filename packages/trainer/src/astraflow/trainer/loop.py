@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -29,11 +29,12 @@ from astraflow.dataflow import (
     StepReport,
     TrainBatch,
 )
-from astraflow.weightsync import Publisher, Store
+from astraflow.weightsync import Publisher, PublishReport, Store
 
-from .checkpoint import CheckpointMeta, latest_checkpoint, save_checkpoint, write_directory
+from .checkpoint import Checkpoint, CheckpointMeta, latest_checkpoint, save_checkpoint, write_directory
 from .config import TrainerConfig
-from .interface import BadBatch, PolicySpec, TrainerBackend
+from .interface import BadBatch, PolicySpec, PublishesItself, PublishTarget, TrainerBackend
+from .launch import world
 from .registry import load_backend
 
 CALL_S = 60.0
@@ -74,6 +75,7 @@ async def train(
     a checkpoint and lets the cancellation go on.
 
     Raises:
+        ValueError: several ranks, and a backend that knows only one.
         FileExistsError: `resume` is false and there are checkpoints.
         Fenced, StaleIncarnation: another trainer has taken this policy over.
         RunFailed: the dataflow has given the run up; a checkpoint is saved.
@@ -85,7 +87,35 @@ async def train(
     if found and not resume:
         raise FileExistsError(f"{spec.model_id}: {found.directory} exists; resume it or choose another directory")
     backend_class = await work.run(lambda: load_backend(config.backend))  # importing torch takes seconds
-    backend = await work.run(lambda: _construct(backend_class, spec, config))
+    backend = await work.run(lambda: _construct(backend_class, spec, config, store))
+    try:
+        return await _train(spec, config, dataflow, store, work, backend, found, export)
+    finally:
+        if isinstance(backend, PublishesItself):
+            with anyio.CancelScope(shield=True):
+                await work.run(backend.stop)
+
+
+async def follow(spec: PolicySpec, config: TrainerConfig, store: Store) -> None:
+    """Be another rank than 0 of torchrun's, doing what `train` on rank 0 does to its backend, until that ends.
+
+    Raises RankLost if rank 0 is gone.
+    """
+    from .team import follow as follow_rank_0
+
+    await follow_rank_0(spec, config, store)
+
+
+async def _train(
+    spec: PolicySpec,
+    config: TrainerConfig,
+    dataflow: DataflowService,
+    store: Store,
+    work: _Work,
+    backend: TrainerBackend,
+    found: Checkpoint | None,
+    export: Path | None,
+) -> TrainSummary:
     loop = _Loop(spec, config, dataflow, work, backend)
     if found:
         await work.run(lambda: backend.load(found.directory))
@@ -108,9 +138,14 @@ async def train(
     )
 
 
-def _construct(kind: type[TrainerBackend], spec: PolicySpec, config: TrainerConfig) -> TrainerBackend:
+def _construct(kind: type[TrainerBackend], spec: PolicySpec, config: TrainerConfig, store: Store) -> TrainerBackend:
     with _CONSTRUCTING:
-        return kind(spec, config)
+        backend = kind(spec, config)
+    if world()[1] == 1:
+        return backend
+    from .team import Team
+
+    return Team.of(backend, store)
 
 
 class _Work:
@@ -151,13 +186,11 @@ class _Loop:
         with anyio.fail_after(CALL_S):
             attachment = await self._dataflow.attach(request)
         self._incarnation = attachment.incarnation
-        publisher = Publisher(
-            store,
-            stream=self._spec.model_id,
-            incarnation=self._incarnation,
-            anchor_every=self._config.anchor_every,
+        target = PublishTarget(
+            stream=self._spec.model_id, incarnation=self._incarnation, anchor_every=self._config.anchor_every
         )
-        await self._publish(publisher, store.url)
+        publish = self._publisher(store, target)
+        await self._publish(publish, store.url)
         while True:
             waiting = time.perf_counter()
             batch = await self._next_batch()
@@ -165,7 +198,7 @@ class _Loop:
                 return
             stepping = time.perf_counter()
             result = await self._work.run(lambda batch=batch: self._step(batch))  # type: ignore[misc]
-            await self._publish(publisher, store.url)
+            await self._publish(publish, store.url)
             report = StepReport(
                 model_id=self._spec.model_id,
                 incarnation=self._incarnation,
@@ -222,9 +255,22 @@ class _Loop:
         self.skipped += int(metrics.get("skipped", 0))
         return metrics
 
-    async def _publish(self, publisher: Publisher, url: str) -> None:
-        weights = await self._work.run(self._backend.weights)
-        published = await publisher.publish(weights, self.version)
+    def _publisher(self, store: Store, target: PublishTarget) -> Callable[[], Awaitable[PublishReport]]:
+        backend = self._backend
+        if isinstance(backend, PublishesItself):
+            return lambda: backend.publish(target, self.version)
+        publisher = Publisher(
+            store, stream=target.stream, incarnation=target.incarnation, anchor_every=target.anchor_every
+        )
+
+        async def publish() -> PublishReport:
+            weights = await self._work.run(self._backend.weights)
+            return await publisher.publish(weights, self.version)
+
+        return publish
+
+    async def _publish(self, publish: Callable[[], Awaitable[PublishReport]], url: str) -> None:
+        published = await publish()
         announcement = PolicyVersion(
             model_id=self._spec.model_id,
             version=self.version,

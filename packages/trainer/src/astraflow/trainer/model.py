@@ -6,7 +6,7 @@ last hidden state; others are refused when loaded, not trained wrongly.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,14 @@ class Inputs:
             copies=copies,
             index=index,
         )
+
+    def moved(self, by: int) -> Inputs:
+        """The same, for tokens that stand `by` further on."""
+        return replace(self, index=self.index + by)
+
+    def idle(self) -> Inputs:
+        """The same, belonging to no token."""
+        return replace(self, index=self.index[:0])
 
 
 def _mask(tree: Tree, device: torch.device, dtype: torch.dtype) -> Tensor | None:

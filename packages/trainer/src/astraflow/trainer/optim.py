@@ -20,6 +20,45 @@ from .config import OptimConfig
 EPS = 1e-8
 
 
+def learning_rate(config: OptimConfig, steps: int) -> float:
+    """Of the step after `steps` steps."""
+    return config.lr * min(1.0, (steps + 1) / config.warmup_steps) if config.warmup_steps else config.lr
+
+
+def adamw_step(
+    config: OptimConfig,
+    lr: float,
+    norm: Tensor,
+    *,
+    masters: list[Tensor],
+    grads: list[Tensor],
+    moments: list[Tensor],
+    squares: list[Tensor],
+    steps: list[Tensor],
+) -> None:
+    """Scale the gradients, whose finite global norm is `norm`, to `config.clip_norm` and update in place."""
+    # The fused kernel divides by the scale on its way: one pass over the gradients less.
+    scale = (norm / config.clip_norm).clamp(min=1.0) if config.clip_norm else torch.ones_like(norm)
+    adamw(
+        masters,
+        grads,
+        moments,
+        squares,
+        [],
+        steps,
+        fused=True,
+        grad_scale=scale,
+        found_inf=torch.zeros_like(scale),
+        amsgrad=False,
+        beta1=config.beta1,
+        beta2=config.beta2,
+        lr=lr,
+        weight_decay=config.weight_decay,
+        eps=EPS,
+        maximize=False,
+    )
+
+
 class MasterAdamW:
     """AdamW (arXiv:1711.05101) with global-norm clipping and linear warm-up, over named working parameters."""
 
@@ -43,8 +82,7 @@ class MasterAdamW:
     @property
     def lr(self) -> float:
         """The learning rate of the next step."""
-        warmup = self._config.warmup_steps
-        return self._config.lr * min(1.0, (self.steps + 1) / warmup) if warmup else self._config.lr
+        return learning_rate(self._config, self.steps)
 
     def leaf(self, name: str) -> Tensor:
         """Another leaf over the storage of parameter `name`, whose gradients join the same sum.
@@ -77,26 +115,15 @@ class MasterAdamW:
         norm = torch.nn.utils.get_total_norm(grads)
         if not torch.isfinite(norm):
             return float(norm)
-        config = self._config
-        # The fused kernel divides by the scale on its way: one pass over the gradients less.
-        scale = (norm / config.clip_norm).clamp(min=1.0) if config.clip_norm else torch.ones_like(norm)
-        adamw(
-            list(self._masters.values()),
-            grads,
-            list(self._moments1.values()),
-            list(self._moments2.values()),
-            [],
-            list(self._steps.values()),
-            fused=True,
-            grad_scale=scale,
-            found_inf=torch.zeros_like(scale),
-            amsgrad=False,
-            beta1=config.beta1,
-            beta2=config.beta2,
-            lr=self.lr,
-            weight_decay=config.weight_decay,
-            eps=EPS,
-            maximize=False,
+        adamw_step(
+            self._config,
+            self.lr,
+            norm,
+            masters=list(self._masters.values()),
+            grads=grads,
+            moments=list(self._moments1.values()),
+            squares=list(self._moments2.values()),
+            steps=list(self._steps.values()),
         )
         self._publish()
         return float(norm)

@@ -1,6 +1,6 @@
 """Publish, store, pull and apply weight versions: full or as bit-exact deltas."""
 
-from .channel import Channel, LocalChannel, RankLost, TorchChannel
+from .channel import Channel, LocalChannel, RankLost, TorchChannel, broadcast, gather
 from .directory_store import DirectoryStore
 from .inspection import Inspection, VersionInfo, inspect
 from .interface import (
@@ -77,6 +77,8 @@ __all__ = [
     "VersionInfo",
     "WeightSyncError",
     "WrongBase",
+    "broadcast",
+    "gather",
     "inspect",
     "open_store",
     "serve",
