@@ -179,3 +179,32 @@ def test_synchronous_trains_only_on_tokens_of_the_current_version(tmp_path: Path
     check_run(tmp_path, 3)
     steps = [r for r in lines(run_directory(tmp_path) / "metrics.jsonl") if r["kind"] == "step"]
     assert {r["staleness"] for r in steps} == {0.0}
+
+
+def ranks_of(policy: str, out: Path) -> list[int]:
+    """Pids of the processes that train a policy together, by rank."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        try:
+            arguments = (entry / "cmdline").read_bytes().decode().split("\0")
+            variables = dict(v.split("=", 1) for v in (entry / "environ").read_text().split("\0") if "=" in v)
+        except (OSError, UnicodeDecodeError):
+            continue
+        if policy in arguments and any(str(out) in argument for argument in arguments) and "LOCAL_RANK" in variables:
+            found[int(variables["RANK"])] = int(entry.name)
+    return [found[rank] for rank in sorted(found)]
+
+
+def test_two_processes_train_each_policy_and_one_of_them_is_killed(tmp_path: Path) -> None:
+    process = start(
+        "math-multi-agent", *SHORT, "--eval.problems", "0", "--trainer.checkpoint-every", "2", "--split",
+        "--trainer.processes", "2", "--out", str(tmp_path),
+    )  # fmt: skip
+    wait_for_steps(tmp_path, 3, process, "solver")
+    ranks = ranks_of("solver", tmp_path)
+    assert len(ranks) == 2
+    os.kill(ranks[1], signal.SIGKILL)
+    output = finish(process)
+    assert output.count("service died, starting it again") == 1
+    check_run(tmp_path, 6)
+    assert not ranks_of("solver", tmp_path)

@@ -166,7 +166,9 @@ def check(config: RunConfig) -> None:
     positive(config, "", "steps")
     positive(config.data, "data.", "n_samples", "max_dropped_batches", "task_deadline_s", "worker_silence_s")
     positive(config.rollout, "rollout.", "workers", "capacity", "max_running", "max_context")
-    positive(config.trainer, "trainer.", "minibatches", "micro_tokens", "lr", "anchor_every", "keep_checkpoints")
+    positive(
+        config.trainer, "trainer.", "minibatches", "micro_tokens", "lr", "anchor_every", "keep_checkpoints", "processes"
+    )
     if config.data.max_staleness < 0 or config.eval.problems < 0:
         raise ConfigError("--data.max-staleness and --eval.problems must not be negative")
     for model_id, policy in config.policies.items():
@@ -192,6 +194,8 @@ def check(config: RunConfig) -> None:
             registered("astraflow.trainers", policy.backend, f"policies.{model_id}.backend")
     if config.debug and config.split:
         raise ConfigError("--debug runs everything in one process; it cannot be combined with --split")
+    if config.trainer.processes > 1 and not config.split:
+        raise ConfigError("--trainer.processes above 1 needs --split: in one process a policy has one trainer")
     if config.rollout.workers > 1 and not config.split:
         raise ConfigError("--rollout.workers above 1 needs --split: one process holds one worker")
     try:

@@ -14,6 +14,7 @@ import socket
 import sys
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
+from typing import NoReturn
 
 import anyio
 import anyio.to_thread
@@ -135,21 +136,41 @@ async def serve_trainer(
     Raises:
         Terminated: SIGTERM came before the run was finished.
     """
-    from astraflow.trainer import train
+    from astraflow.trainer import follow, train, world
 
     if policy not in config.policies:
         raise ConfigError(f"--policy {policy}: this run trains {', '.join(config.policies)}")
+    rank, size = world()
+    if size == 1 and config.trainer.processes > 1:
+        become_torchrun(config.trainer.processes)
     await anyio.to_thread.run_sync(prepare_torch)
     device = resolve_device(config.device)
     models = await resolve_models(config)
     store = DirectoryStore(run.weights(policy))
     spec = policy_spec(config, run, policy, models[policy], device)
+    if rank:
+        leave_with_rank_0()
+        await follow(spec, trainer_config(config, policy), store)
+        return
     async with join_dataflow(join, credentials) as dataflow, anyio.create_task_group() as tasks:
         tasks.start_soon(cancel_on_signal, tasks.cancel_scope)
         await train(spec, trainer_config(config, policy), dataflow, store, export=run.policy(policy))
         tasks.cancel_scope.cancel()
         return
     raise Terminated(f"the trainer of {policy} was made to leave before the run was finished; it saved a checkpoint")
+
+
+def become_torchrun(processes: int) -> NoReturn:
+    """Turn this process into torchrun for as many of itself; they die with it, as it does with its supervisor."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    command = [sys.executable, *torchrun, "-m", "--", "astraflow.recipes", *sys.argv[1:]]
+    os.execve(sys.executable, command, {**os.environ, SUPERVISOR: str(os.getpid())})
+
+
+def leave_with_rank_0() -> None:
+    """torchrun tells every rank to go; saving a checkpoint takes them all, so only rank 0 listens."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
 
 
 async def cancel_on_signal(scope: anyio.CancelScope) -> None:

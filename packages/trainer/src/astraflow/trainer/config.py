@@ -105,6 +105,8 @@ class TrainerConfig(OptimConfig, frozen=True, kw_only=True):
     loss: LossConfig = LossConfig()
     advantage: AdvantageConfig = AdvantageConfig()
     critic: CriticConfig = CriticConfig()
+    processes: int = 1
+    """Processes that train one policy together (torchrun, FSDP2); more than one only with --split."""
     minibatches: int = 4
     """Optimiser steps per batch."""
     micro_tokens: int = 2048

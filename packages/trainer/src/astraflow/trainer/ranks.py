@@ -6,6 +6,7 @@ order, so whatever decides about them is computed from what all ranks know.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
@@ -24,6 +25,8 @@ class Ranks:
         self.rank, self.size = world()
         self.mesh: DeviceMesh | None = None
         if self.size > 1:
+            if device.type == "cuda":
+                torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
             if not dist.is_initialized():
                 dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
             self.mesh = init_device_mesh(device.type, (self.size,))
