@@ -123,7 +123,7 @@ async def test_order_of_things(
     assert found.directory == summary.checkpoint
     assert found.meta.consumed == ("b0.0", "b0.1", "b0.2")
     model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float32)
-    masters = load_file(found.directory / "training.safetensors")
+    masters = load_file(found.directory / "training-00000-of-00001.safetensors")
     assert torch.equal(model.model.norm.weight, masters["master.model.norm.weight"])
 
 
