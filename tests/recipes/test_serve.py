@@ -24,8 +24,10 @@ from astraflow.dataflow import (
     Sampling,
 )
 from astraflow.recipes import serve as services
+from astraflow.recipes.config import PolicyConfig
 from astraflow.recipes.rundir import RunDirectory
 from astraflow.rpc import connect, serve
+from astraflow.trainer import TrainerConfig
 
 
 def make_dataflow() -> Dataflow:
@@ -75,7 +77,8 @@ async def test_a_trainer_that_is_told_to_leave_early_fails_so_that_it_is_started
     monkeypatch.setattr(services, "prepare_torch", lambda: None)
     monkeypatch.setattr(services, "resolve_device", lambda _: "cpu")
     monkeypatch.setattr(services, "policy_spec", lambda *_: None)
-    config: Any = SimpleNamespace(policies={"solver": None}, device="cpu", trainer=None)
+    policies = {"solver": PolicyConfig()}
+    config: Any = SimpleNamespace(policies=policies, device="cpu", trainer=TrainerConfig())
     recipe: Any = None
     run = RunDirectory(tmp_path)
 
