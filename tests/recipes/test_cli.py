@@ -71,7 +71,7 @@ def test_print_commands_prints_one_line_a_service(tmp_path: Path) -> None:
 def test_a_directory_that_is_no_run_is_refused(tmp_path: Path) -> None:
     done = recipes("serve", "dataflow", "--run", str(tmp_path))
     assert done.returncode == 2
-    assert f"--run {tmp_path} is not a run's directory: it has no config.toml" in done.stderr
+    assert f"{tmp_path} is not a run's directory: it has no config.toml" in done.stderr
 
 
 def test_a_command_line_error_is_found_before_torch_is_loaded() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ import pytest
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 SHORT = ["--preset", "tiny", "--steps", "6", "--eval.problems", "40"]
+KILLED = ["--preset", "tiny", "--steps", "6", "--eval.problems", "8", "--trainer.checkpoint-every", "2", "--split"]
 
 
 def start(*args: str) -> subprocess.Popen[str]:
@@ -117,6 +119,51 @@ def test_split_survives_a_kill_of_raas_and_of_a_trainer(tmp_path: Path) -> None:
     output = finish(process)
     assert output.count("service died, starting it again") == 2
     check_run(tmp_path, 12)
+
+
+def test_split_survives_a_kill_of_the_dataflow(tmp_path: Path) -> None:
+    """Its next process goes on from the journal: every step is made, of batches that have no sample in common."""
+    process = start("math-multi-agent", *KILLED, "--out", str(tmp_path))
+    wait_for_steps(tmp_path, 4, process)
+    os.kill(child(process, "dataflow"), signal.SIGKILL)
+    output = finish(process)
+    assert output.count("service died, starting it again") == 1
+    check_run(tmp_path, 6)
+    check_lineage(tmp_path, 6)
+
+
+def test_a_run_that_was_killed_is_resumed(tmp_path: Path) -> None:
+    """Everything dies at once; another command goes on from checkpoints and journal."""
+    process = start("math-multi-agent", *KILLED, "--out", str(tmp_path))
+    wait_for_steps(tmp_path, 6, process)
+    killed = [child(process, service) for service in ("dataflow", "raas", "solver", "verifier")]
+    for pid in (process.pid, *killed):
+        os.kill(pid, signal.SIGKILL)
+    process.communicate()
+    run = str(run_directory(tmp_path))
+    overview = finish(start("inspect", run))
+    assert "policy solver" in overview
+    output = finish(start("resume", run))
+    assert f"going on in {run}" in output.replace("\n", "")
+    check_run(tmp_path, 6)
+    check_lineage(tmp_path, 6)
+
+
+def check_lineage(out: Path, steps: int) -> None:
+    """In the journal: the batches that made the final versions, one each, and no sample trained twice."""
+    with sqlite3.connect(f"file:{run_directory(out)}/journal.sqlite?mode=ro", uri=True) as journal:
+        for model_id in ("solver", "verifier"):
+            (checkpoint,) = sorted((run_directory(out) / "checkpoints" / model_id).glob("version-*"))[-1:]
+            consumed = json.loads((checkpoint / "checkpoint.json").read_text())["consumed"]
+            rows = journal.execute(
+                "SELECT batch_id, samples FROM batches WHERE model_id = ? ORDER BY version", (model_id,)
+            )
+            batches = rows.fetchall()
+            assert [batch_id for batch_id, _ in batches] == consumed
+            assert len(consumed) == steps
+            query = "SELECT count(*) FROM sequences WHERE model_id = ? AND outcome = 'trained'"
+            (trained,) = journal.execute(query, (model_id,)).fetchone()
+            assert trained == sum(samples for _, samples in batches)
 
 
 def test_a_stalled_trainer_does_not_hold_the_other_back(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from .data.stream import StreamSource
 from .failures import FailurePolicy
 from .figures import LengthCount, MetricSummary, PolicyStatus, WorkerStatus
 from .group import PolicyGroup, advantage_of, reward_of, trajectory_of
+from .inspection import inspect_journal
 from .interface import (
     Attachment,
     AttachRequest,
@@ -61,7 +62,7 @@ from .interface import (
     WatchRequest,
     WorkerStats,
 )
-from .journal import Journal, JournalError, open_journal
+from .journal import Journal, JournalError, open_journal, reopen_journal
 from .observer import Observer
 from .sequence import FinishReason, Sequence
 from .service import Dataflow
@@ -144,10 +145,12 @@ __all__ = [
     "WorkerStatus",
     "advantage_of",
     "gym_dataset",
+    "inspect_journal",
     "open_journal",
     "open_sources",
     "pool_target",
     "read_state",
+    "reopen_journal",
     "reward_of",
     "trajectory_of",
     "wait_fraction",

@@ -86,6 +86,7 @@ class Dataflow:
         self._journal = journal or NoJournal()
         self._clock = clock
         self._phase: Phase = "starting"
+        self._suspended: Phase | None = None
         self._source = source
         self._selection = Selection(config)
         record = self._journal.record
@@ -102,7 +103,12 @@ class Dataflow:
         if self._journal.restored is not None:
             resume(self._journal.restored, self._dispatch, self._policies, self.stages, self._evaluations, clock())
             self._phase = msgspec.msgpack.decode(self._journal.restored.state["phase"], type=Phase)
-        follow(self._journal, lambda: self._phase, self._dispatch, self._policies, self.stages)
+        follow(self._journal, lambda: self._suspended or self._phase, self._dispatch, self._policies, self.stages)
+
+    def suspend(self) -> None:
+        """Send everybody home for now. The run is not over: whoever starts it again from its journal goes on."""
+        self._suspended, self._phase = self._phase, "finished"
+        self._wake()
 
     # --- workers -----------------------------------------------------------------------------------------------
 

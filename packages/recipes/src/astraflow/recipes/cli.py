@@ -1,4 +1,4 @@
-"""The `recipes` command: `list`, a recipe's name, `serve`, `drive`, `certificates`.
+"""The `recipes` command: `list`, a recipe's name, `resume`, `inspect`, `serve`, `drive`, `certificates`.
 
 Invariant: nothing heavy (torch, transformers) is imported before the command line is known to be right, and an error a
 person can mend is shown as one message, not as a traceback.
@@ -30,6 +30,8 @@ USAGE = """usage: recipes COMMAND [OPTIONS]
 
   recipes list                     the recipes, one line each
   recipes NAME [OPTIONS]           run a recipe (recipes NAME --help shows every option)
+  recipes resume DIR               go on with a run that was stopped or killed
+  recipes inspect DIR [OPTIONS]    what a run's journal holds (recipes inspect --help)
   recipes serve dataflow|raas|trainer --run DIR …
                                    one service of a run in this process
   recipes drive --run DIR --join ADDRESS
@@ -55,6 +57,13 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     """Print the resolved configuration and stop."""
     print_commands: bool = False
     """Make the run's directory and print the commands that start its services by hand."""
+
+
+class Resume(msgspec.Struct, frozen=True, kw_only=True):
+    """Go on with a run from its checkpoints and its journal, as it was configured."""
+
+    directory: tyro.conf.Positional[Path]
+    """The run's directory."""
 
 
 class Secured(msgspec.Struct, frozen=True, kw_only=True):
@@ -143,6 +152,10 @@ def command(args: Sequence[str], console: Console) -> None:
     match name:
         case "list":
             list_recipes(console)
+        case "resume":
+            resume_command(rest, console)
+        case "inspect":
+            inspect_command(rest)
         case "serve":
             serve_command(rest, console)
         case "drive":
@@ -152,7 +165,7 @@ def command(args: Sequence[str], console: Console) -> None:
         case _ if name in recipe_names():
             run_command(load_recipe(name), rest, console)
         case _:
-            known = ["list", "serve", "drive", "certificates", *recipe_names()]
+            known = ["list", "resume", "inspect", "serve", "drive", "certificates", *recipe_names()]
             raise ConfigError(f"there is no command or recipe {name!r}; {hint(name, known)}")
 
 
@@ -254,11 +267,38 @@ def run_command(recipe: Recipe[Any], args: Sequence[str], console: Console) -> N
         compare = getattr(importlib.import_module(module), function)
         execute(run.logs / "run.log", console, lambda: compare(recipe, config, run, console), config.debug)
         return
+    run_it(recipe, config, run, console)
+
+
+def run_it(recipe: Recipe[Any], config: RunConfig, run: RunDirectory, console: Console) -> None:
+    """Run in one process or split, as configured, to the end."""
     if config.split:
-        from .split import run_split as run_it
+        from .split import run_split as whole
     else:
-        from .inprocess import run_in_process as run_it
-    finish(recipe, run, config, console, lambda: run_it(recipe, config, run, console))
+        from .inprocess import run_in_process as whole
+    finish(recipe, run, config, console, lambda: whole(recipe, config, run, console))
+
+
+def resume_command(args: Sequence[str], console: Console) -> None:
+    from astraflow.dataflow import JournalError, reopen_journal
+
+    request = tyro.cli(Resume, prog="recipes resume", args=list(args))
+    recipe, config, run = open_run(request.directory)
+    if recipe.comparison or config.debug:
+        raise ConfigError(f"{run.path} cannot be resumed: a comparison or a debugged run starts anew")
+    try:
+        reopen_journal(run.journal)
+    except JournalError as error:
+        raise ConfigError(f"{run.path} cannot be resumed: {error}") from error
+    prepare(recipe, config, console)
+    console.print(f"{recipe.name}: going on in {run.path}", highlight=False)
+    run_it(recipe, config, run, console)
+
+
+def inspect_command(args: Sequence[str]) -> None:
+    from astraflow.dataflow import inspect_journal
+
+    inspect_journal([*args], prog="recipes inspect", place=lambda path: RunDirectory(path).journal)
 
 
 def prepare(recipe: Recipe[Any], config: RunConfig, console: Console) -> None:
@@ -301,8 +341,9 @@ def execute(log: Path, console: Console, work: Callable[[], Awaitable[Any]], deb
     try:
         return anyio.run(work, backend="asyncio", backend_options={"use_uvloop": sys.platform != "win32"})
     except Exception as error:
-        show_failure(first_cause(error), log, debug)
-        sys.exit(1)
+        cause = first_cause(error)
+        show_failure(cause, log, debug)
+        sys.exit(2 if isinstance(cause, ConfigError) else 1)
 
 
 def open_run(path: Path) -> tuple[Recipe[Any], RunConfig, RunDirectory]:
@@ -313,7 +354,7 @@ def open_run(path: Path) -> tuple[Recipe[Any], RunConfig, RunDirectory]:
     """
     run = RunDirectory(path)
     if not run.config_file.exists():
-        raise ConfigError(f"--run {path} is not a run's directory: it has no config.toml")
+        raise ConfigError(f"{path} is not a run's directory: it has no config.toml")
     table = read_toml(run.config_file)
     name = table.pop("recipe", None)
     if name not in recipe_names():

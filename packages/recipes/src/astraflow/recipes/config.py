@@ -239,6 +239,7 @@ def dataflow_config(config: RunConfig, workflow: str) -> DataflowConfig:
         filters=data.filters,
         max_dropped_batches=data.max_dropped_batches,
         synchronous=config.synchronous,
+        keep_checkpoints=config.trainer.keep_checkpoints,
     )
 
 

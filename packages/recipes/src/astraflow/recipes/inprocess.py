@@ -23,7 +23,15 @@ from .lag import LagProbe
 from .recipe import Recipe
 from .rundir import RunDirectory, RunWriter
 from .serve import prepare_torch
-from .services import build_dataflow, build_worker, policy_spec, resolve_device, resolve_models, trainer_config
+from .services import (
+    build_dataflow,
+    build_worker,
+    journal_of,
+    policy_spec,
+    resolve_device,
+    resolve_models,
+    trainer_config,
+)
 from .summary import Summary, summarise
 from .view import watch
 
@@ -54,8 +62,28 @@ async def run_services(
     console: Console,
     make_driver: Callable[[DataflowService, Iterable[str], Iterable[str]], Driver] = Driver,
 ) -> RunResult:
-    """The services of a run and its driver, which takes it from start to end."""
-    dataflow = await build_dataflow(recipe, config, writer)
+    """The services of a run and its driver, which takes it from start to end, or on from where its journal is.
+
+    A run that is debugged keeps no journal: it is to do the same again from the start.
+    """
+    if config.debug:
+        dataflow = await build_dataflow(recipe, config, writer)
+        return await run_with(recipe, config, run, models, device, dataflow, console, make_driver)
+    async with journal_of(run) as journal:
+        dataflow = await build_dataflow(recipe, config, writer, journal)
+        return await run_with(recipe, config, run, models, device, dataflow, console, make_driver)
+
+
+async def run_with(
+    recipe: Recipe[AnyRun],
+    config: AnyRun,
+    run: RunDirectory,
+    models: dict[str, Path],
+    device: str,
+    dataflow: DataflowService,
+    console: Console,
+    make_driver: Callable[[DataflowService, Iterable[str], Iterable[str]], Driver],
+) -> RunResult:
     driver = make_driver(dataflow, config.policies, recipe.suites if config.eval.problems else ())
     stores = {name: MemoryStore(f"{run.path.resolve()}/{name}") for name in models}
     training = set(models)

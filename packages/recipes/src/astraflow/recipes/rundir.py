@@ -74,6 +74,11 @@ class RunDirectory:
         return self.path / "summary.json"
 
     @property
+    def journal(self) -> Path:
+        """What the dataflow goes on from, beside the checkpoints that go with it."""
+        return self.path / "journal.sqlite"
+
+    @property
     def logs(self) -> Path:
         return self.path / "logs"
 

@@ -12,14 +12,14 @@ import os
 import signal
 import socket
 import sys
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from pathlib import Path
 from typing import NoReturn
 
 import anyio
 import anyio.to_thread
 
-from astraflow.dataflow import Control, DataflowService, Empty
+from astraflow.dataflow import DataflowService, Empty
 from astraflow.raas import Worker
 from astraflow.rpc import Server, connect, serve
 from astraflow.weightsync import DirectoryStore
@@ -30,7 +30,15 @@ from .lag import LagProbe
 from .logs import quiet_transformers
 from .recipe import Recipe
 from .rundir import RunDirectory, RunWriter
-from .services import build_dataflow, build_worker, policy_spec, resolve_device, resolve_models, trainer_config
+from .services import (
+    build_dataflow,
+    build_worker,
+    journal_of,
+    policy_spec,
+    resolve_device,
+    resolve_models,
+    trainer_config,
+)
 
 PR_SET_PDEATHSIG = 1
 SUPERVISOR = "ASTRAFLOW_SUPERVISOR"
@@ -54,14 +62,19 @@ class Terminated(Exception):
 async def serve_dataflow(
     recipe: Recipe[AnyRun], config: AnyRun, run: RunDirectory, listen: str, credentials: Credentials = LOCAL
 ) -> None:
-    """Serve the dataflow at `listen` until the run is finished and everybody has left, or until SIGTERM.
+    """Serve the dataflow at `listen` until the run is finished and everybody has left, or until SIGTERM. It goes on
+    from the run's journal.
 
     Raises:
-        Terminated: SIGTERM came before the run was finished; all were told that it is.
+        Terminated: SIGTERM came before the run was finished; all were sent home.
+        ConfigError: the journal cannot be used.
+        RunFailed: it cannot be written any more.
     """
-    with RunWriter(run).running() as writer:
-        dataflow = await build_dataflow(recipe, config, writer)
-        early = False
+    early = False
+    async with AsyncExitStack() as stack:
+        writer = stack.enter_context(RunWriter(run).running())
+        journal = await stack.enter_async_context(journal_of(run))
+        dataflow = await build_dataflow(recipe, config, writer, journal)
         async with (
             serve(dataflow, DataflowService, listen, tls=credentials.tls, token=credentials.token) as server,
             anyio.create_task_group() as tasks,
@@ -71,7 +84,7 @@ async def serve_dataflow(
             tasks.start_soon(leave_when_finished, dataflow, server, tasks.cancel_scope)
             await terminated()
             early = (await dataflow.status(Empty())).phase != "finished"
-            await dataflow.control(Control(phase="finished"))
+            dataflow.suspend()
             tasks.cancel_scope.cancel()
     if early:
         raise Terminated("the dataflow was made to leave before the run was finished")

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import anyio.to_thread
 import msgspec
 
-from astraflow.dataflow import Dataflow, DataflowService, Observer, PromptSource, open_sources
+from astraflow.dataflow import (
+    Dataflow,
+    DataflowService,
+    Journal,
+    JournalError,
+    Observer,
+    PromptSource,
+    open_journal,
+    open_sources,
+)
 from astraflow.raas import (
     ChatTokenizer,
     Engine,
@@ -62,7 +72,9 @@ def make_source(recipe: Recipe[AnyRun], config: AnyRun) -> PromptSource:
         raise ConfigError(f"--data.sources: {error}") from error
 
 
-async def build_dataflow(recipe: Recipe[AnyRun], config: AnyRun, observer: Observer | None) -> Dataflow:
+async def build_dataflow(
+    recipe: Recipe[AnyRun], config: AnyRun, observer: Observer | None, journal: Journal | None = None
+) -> Dataflow:
     """The dataflow with its prompts; making these can take a second, in a thread."""
     source = await anyio.to_thread.run_sync(make_source, recipe, config)
     suites = await anyio.to_thread.run_sync(recipe.parts.suites, config)
@@ -71,7 +83,22 @@ async def build_dataflow(recipe: Recipe[AnyRun], config: AnyRun, observer: Obser
         source,
         suites,
         observer=observer,
+        journal=journal,
     )
+
+
+@asynccontextmanager
+async def journal_of(run: RunDirectory) -> AsyncIterator[Journal]:
+    """The run's journal, held by this process alone.
+
+    Raises:
+        ConfigError: another dataflow holds it, or it is of another run or version; in the block, too.
+    """
+    try:
+        async with open_journal(run.journal) as journal:
+            yield journal
+    except JournalError as error:
+        raise ConfigError(str(error)) from error
 
 
 async def build_worker(

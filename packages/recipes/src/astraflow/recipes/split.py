@@ -31,8 +31,7 @@ async def run_split(recipe: Recipe[AnyRun], config: AnyRun, run: RunDirectory, c
         commands = serve_commands(list(config.policies), config.rollout.workers, run.path, address)
         async with supervise(run.logs, child_environment()) as supervisor:
             for name, argv in commands.items():
-                # The dataflow's state is in its memory: a second one would not be the same run.
-                supervisor.start(name, argv, max_restarts=0 if name == "dataflow" else MAX_RESTARTS)
+                supervisor.start(name, argv, max_restarts=MAX_RESTARTS)
             result = await drive(recipe, config, address, console, lambda: supervisor.wait_done("trainer-"))
             with anyio.move_on_after(MAX_LEAVE_S):
                 await supervisor.wait_done("worker-")

@@ -1,6 +1,6 @@
 """The durable memory of a dataflow: an SQLite file from which it goes on after any death."""
 
-from .journal import Journal, NoJournal, open_journal
+from .journal import Journal, NoJournal, open_journal, reopen_journal
 from .records import (
     Attached,
     Bounded,
@@ -21,7 +21,7 @@ from .records import (
     Touched,
 )
 from .restore import OldEvaluation, OldTask, Restored
-from .schema import JournalError
+from .schema import JournalError, open_for_reading
 
 __all__ = [
     "Attached",
@@ -47,5 +47,7 @@ __all__ = [
     "Settled",
     "Stepped",
     "Touched",
+    "open_for_reading",
     "open_journal",
+    "reopen_journal",
 ]

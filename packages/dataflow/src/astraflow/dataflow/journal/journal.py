@@ -16,7 +16,7 @@ import asyncio
 import sqlite3
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ import anyio.to_thread
 import msgspec
 import structlog
 
-from ..interface import RunFailed, Trajectory
+from ..interface import Phase, RunFailed, Trajectory
 from ..signals import Signal
 from .apply import Writer
 from .records import Record, Settled, StateSet
@@ -33,8 +33,10 @@ from .restore import Reader, Restored
 from .schema import JournalError, locked, open_for_writing
 from .thread import WriterThread
 
-STALLED_S = 120.0
-"""A disk that takes longer for what was handed to it has failed."""
+LOOK_S = 2.0
+STALLED_LOOKS = 60
+"""A disk that has not taken what was handed to it after so many looks has failed. Looks, not seconds: a process that
+stood still (a debugger, a suspended machine) looks again first."""
 
 FULL_BYTES = 64 << 20
 """Payload bytes waiting to be written from which on submits wait."""
@@ -126,11 +128,12 @@ class Journal(NoJournal):
             await anyio.to_thread.run_sync(self._thread.stop)
 
     async def _until(self, condition: Callable[[], bool]) -> None:
-        with anyio.move_on_after(STALLED_S):
-            while not self.failure and not condition():
-                await self._changed.wait(STALLED_S)
-        if not self.failure and not condition():
-            self._fail(f"nothing could be written for {STALLED_S:g} s")
+        quiet, seen = 0, self._durable
+        while not self.failure and not condition():
+            await self._changed.wait(LOOK_S)
+            quiet, seen = (quiet + 1, seen) if seen == self._durable else (0, self._durable)
+            if quiet > STALLED_LOOKS:
+                self._fail(f"nothing could be written for {quiet * LOOK_S:g} s")
         self.check()
 
     def _hand_over(self) -> None:
@@ -199,6 +202,19 @@ def size_of(trajectory: Trajectory | None) -> int:
         for sequence in trajectory.sequences
         for array in (sequence.tokens, sequence.loss_mask, sequence.logprobs, sequence.versions)
     )
+
+
+def reopen_journal(path: Path) -> None:
+    """Let a run that was stopped or had ended be taken up again by whoever opens its journal next. Blocks.
+
+    Raises:
+        JournalError: there is none, or it cannot be used.
+    """
+    if not path.is_file():
+        raise JournalError(f"there is no journal at {path}")
+    with locked(path), closing(open_for_writing(path)) as connection:
+        phase: Phase = "starting"
+        connection.execute("UPDATE state SET value = ? WHERE key = 'phase'", (encode(phase),))
 
 
 @asynccontextmanager
