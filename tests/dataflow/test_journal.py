@@ -13,6 +13,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 
 from astraflow.dataflow import (
@@ -29,6 +30,7 @@ from astraflow.dataflow import (
     ListSource,
     Message,
     PolicyFeed,
+    Replay,
     RunFailed,
     Sampling,
     SubmitRequest,
@@ -380,3 +382,38 @@ async def test_the_inspector_reads_while_it_is_written(
             pages("--trajectory", f"{task.task_id}/1")
         assert "is not in yet; leased 1 times, last to w0" in capsys.readouterr().err
     assert pages() == overview, "a finished one, too"
+
+
+async def test_algorithms_go_on_with_what_they_know(kit: Any, opened: Opener, tmp_path: Path) -> None:
+    """Replay has its samples back, a selector its rates, the prompts go on where they were."""
+    settings: dict[str, Any] = {
+        "policies": (PolicyFeed(model_id="solver", batch_size=4, steps=20, replay=Replay(ratio=0.5)),),
+        "selectors": ("filter_solved(decay=0, threshold=0.9)",),
+    }
+    path = tmp_path / "a.sqlite"
+    async with opened(path, **settings) as dataflow:
+        await kit.start(dataflow)
+        one = await kit.attach(dataflow)
+        for version in range(6):
+            for task in await kit.lease(dataflow, 2):
+                await kit.submit(dataflow, task, [{"solver": 1.0}, {"solver": 1.0 if version else 0.0}])
+            await kit.ask(dataflow, one, version)
+            await kit.publish(dataflow, one, version + 1)
+            await dataflow.commit(CommitRequest(model_id="solver", incarnation=one, version=version + 1))
+        await anyio.sleep(0.1)  # what algorithms know may be behind by a moment
+        await dataflow.control(Control(phase="running"))
+        before = await dataflow.status(Empty())
+        killed = copied(path, "b.sqlite")
+        (expected,) = [task.prompt.id for task in await kit.lease(dataflow)]
+    assert before.data["selection"]["rejected"] > 0
+    async with opened(killed, **settings) as dataflow:
+        after = await dataflow.status(Empty())
+        assert after.data == before.data
+        old, new = before.policies[0].data, after.policies[0].data
+        assert new["replay"]["kept"] == old["replay"]["kept"] > 0
+        assert new["filter_solved"]["solved"] == old["filter_solved"]["solved"] > 0
+        for task in await kit.lease(dataflow):
+            assert task.prompt.id == expected
+            await kit.submit(dataflow, task, [{"solver": 0.0}, {"solver": 1.0}])
+        batch = (await kit.ask(dataflow, one, 6)).batch
+        assert [sample.replayed for sample in batch.samples] == [False, False, True, True]

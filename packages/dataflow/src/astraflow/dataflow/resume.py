@@ -16,8 +16,20 @@ from .evaluations import Evaluations
 from .interface import Phase
 from .journal import JournalError, NoJournal, Restored
 from .policy import PolicyState, PolicyStream
+from .selection import Selection
+from .sources import PromptSource
 
 decode = msgspec.msgpack.decode
+
+
+def all_stages(source: PromptSource, selection: Selection, policies: Mapping[str, PolicyStream]) -> dict[str, Stage]:
+    """Everything with a state of its own, by a name that is unique in the run: the prompt source, the selection and its
+    selectors, every policy's filters and serving."""
+    stages: dict[str, Stage] = {"source": source, "selection": selection}
+    for model_id, chain in selection.chains.items():
+        stages.update({f"{model_id}/selector/{name}": stage for name, stage in chain.items()})
+        stages.update({f"{model_id}/{name}": stage for name, stage in policies[model_id].stages.items()})
+    return stages
 
 
 def follow(

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from .algorithms.stage import Stage
 from .balance import pool_target
 from .config import DataflowConfig
 from .dispatch import SWEEP_S, Dispatch
@@ -58,7 +57,7 @@ from .lengths import Lengths
 from .line import Line
 from .observer import Observer
 from .policy import PolicyStream, abandoned
-from .resume import follow, resume
+from .resume import all_stages, follow, resume
 from .selection import Selection
 from .signals import Signal
 from .sources import EvalSuite, PromptSource
@@ -100,10 +99,11 @@ class Dataflow:
         self._example: Trajectory | None = None
         self._lengths = Lengths()
         self._health = Health(config, self._dispatch, self._policies, self._journal, clock())
+        stages = all_stages(source, self._selection, self._policies)
         if self._journal.restored is not None:
-            resume(self._journal.restored, self._dispatch, self._policies, self.stages, self._evaluations, clock())
+            resume(self._journal.restored, self._dispatch, self._policies, stages, self._evaluations, clock())
             self._phase = msgspec.msgpack.decode(self._journal.restored.state["phase"], type=Phase)
-        follow(self._journal, lambda: self._suspended or self._phase, self._dispatch, self._policies, self.stages)
+        follow(self._journal, lambda: self._suspended or self._phase, self._dispatch, self._policies, stages)
 
     def suspend(self) -> None:
         """Send everybody home for now. The run is not over: whoever starts it again from its journal goes on."""
@@ -473,18 +473,6 @@ class Dataflow:
             for task in self._dispatch.lose(task_ids):
                 self._close(task, now)
             self._work.notify()
-
-    # --- what must survive a restart -----------------------------------------------------------------------------
-
-    @property
-    def stages(self) -> dict[str, Stage]:
-        """Everything with a state of its own, by a name that is unique in the run: the prompt source, the selection
-        and its selectors, every policy's filters and serving."""
-        stages: dict[str, Stage] = {"source": self._source, "selection": self._selection}
-        for model_id, chain in self._selection.chains.items():
-            stages.update({f"{model_id}/selector/{name}": stage for name, stage in chain.items()})
-            stages.update({f"{model_id}/{name}": stage for name, stage in self._policies[model_id].stages.items()})
-        return stages
 
     # --- small things ------------------------------------------------------------------------------------------
 
