@@ -18,6 +18,7 @@ from astraflow.dataflow import (
     DataflowConfig,
     DataflowService,
     EvalSuite,
+    Evaluation,
     LeaseRequest,
     ListSource,
     Message,
@@ -59,12 +60,16 @@ class Notes:
     def __init__(self) -> None:
         self.groups: list[RolloutGroup] = []
         self.steps: list[StepReport] = []
+        self.evaluations: list[Evaluation] = []
 
     def on_group(self, group: RolloutGroup, /) -> None:
         self.groups.append(group)
 
     def on_step(self, report: StepReport, /) -> None:
         self.steps.append(report)
+
+    def on_evaluation(self, evaluation: Evaluation, /) -> None:
+        self.evaluations.append(evaluation)
 
 
 class Kit:

@@ -59,8 +59,10 @@ async def test_a_whole_run(kit: Any, tmp_path: Path, how: str) -> None:
                 async with anyio.create_task_group() as group:
 
                     async def work() -> None:
-                        for task in (await service.lease(LeaseRequest(worker_id="w0", max_tasks=3, wait_s=0.2))).tasks:
-                            await kit.mixed(service, task)
+                        for _ in range(2):
+                            request = LeaseRequest(worker_id="w0", max_tasks=3, wait_s=0.2)
+                            for task in (await service.lease(request)).tasks:
+                                await kit.mixed(service, task)
 
                     group.start_soon(work)
                     reply = await kit.ask(service, incarnation, version, wait_s=5.0)

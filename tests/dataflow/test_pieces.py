@@ -6,6 +6,7 @@ import itertools
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 
 from astraflow.dataflow import Context, RolloutGroup, RolloutTask, Sampling, TrainSample, Trajectory, pool_target
@@ -13,7 +14,7 @@ from astraflow.dataflow import wait_fraction as waiting
 from astraflow.dataflow.admission import YieldAverage, has_room
 from astraflow.dataflow.algorithms.catalogue import ORDERS
 from astraflow.dataflow.buffer import PolicyBuffer
-from astraflow.dataflow.evaluation import Tally
+from astraflow.dataflow.estimates import average, pass_at, passes
 from astraflow.dataflow.filters import FilterChain
 from astraflow.dataflow.ingest import malformed, policy_group
 from astraflow.dataflow.leases import LeaseBook
@@ -180,24 +181,57 @@ def test_the_published_pool_rule() -> None:
     assert waiting([]) == 0.0
 
 
-def test_intervals() -> None:
-    half = Tally()
-    for value in (1.0, 0.0) * 50:
-        half.add(value)
-    summary = half.summary(0)
+def test_intervals_of_single_samples_are_wilsons() -> None:
+    summary = average([(1.0, 1), (0.0, 1)] * 50, binary=True)
     assert (summary.mean, summary.n) == (0.5, 100)
-    assert summary.low == pytest.approx(0.4038, abs=1e-4)
-    assert summary.high == pytest.approx(0.5962, abs=1e-4)
-    assert half.summary(100).mean == 0.25, "what never came back counts as 0"
-    graded = Tally()
-    for value in (0.0, 0.5, 1.0):
-        graded.add(value)
-    summary = graded.summary(0)
-    assert summary.high - summary.mean == pytest.approx(1.96 * 0.5 / math.sqrt(3), rel=1e-3)
-    perfect = Tally()
-    perfect.add(1.0)
-    assert perfect.summary(0).high == 1.0
-    assert 0 < perfect.summary(0).low < 1
+    assert summary.low == pytest.approx(0.4038, abs=1e-3)
+    assert summary.high == pytest.approx(0.5962, abs=1e-3)
+    missing = average([(1.0, 1), (0.0, 1)] * 50 + [(0.0, 1)] * 100, binary=True)
+    assert missing.mean == 0.25, "what never came back counts as 0"
+    graded = average([(0.0, 1), (0.5, 1), (1.0, 1)], binary=False)
+    assert graded.high - graded.mean == pytest.approx(1.96 * 0.5 / math.sqrt(3), rel=1e-3)
+    perfect = average([(1.0, 1)], binary=True)
+    assert perfect.high == 1.0
+    assert 0 < perfect.low < 1
+
+
+def test_samples_of_one_prompt_are_not_independent() -> None:
+    """Prompts that are all right or all wrong say as much as one sample of each."""
+    alike = average([(8.0, 8), (0.0, 8)] * 25, binary=True)
+    single = average([(1.0, 1), (0.0, 1)] * 25, binary=True)
+    assert (alike.mean, alike.n) == (0.5, 400)
+    assert alike.high - alike.low == pytest.approx(single.high - single.low, rel=0.02)
+    mixed = average([(4.0, 8)] * 50, binary=True)
+    assert mixed.high - mixed.low < (single.high - single.low) / 2
+    perfect = average([(8.0, 8)] * 20, binary=True)
+    assert perfect.low == pytest.approx(average([(1.0, 1)] * 20, binary=True).low), "20 prompts, not 160 samples"
+
+
+def test_the_interval_covers_as_often_as_it_says() -> None:
+    """Prompts of different difficulty, 4 samples each: 95 % of the intervals hold the true mean."""
+    draw = np.random.default_rng(1)
+    covered = 0
+    for _ in range(400):
+        correct = draw.binomial(4, draw.beta(0.6, 0.9, size=60))
+        summary = average([(float(c), 4) for c in correct], binary=True)
+        covered += summary.low <= 0.4 <= summary.high
+    assert 0.92 <= covered / 400 <= 0.98
+
+
+@pytest.mark.parametrize(("n", "correct", "k"), [(4, 0, 2), (4, 1, 2), (4, 3, 2), (5, 2, 5), (6, 2, 4), (3, 1, 1)])
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_one(n: int, correct: int, k: int) -> None:
+    subsets = list(itertools.combinations([True] * correct + [False] * (n - correct), k))
+    assert pass_at(k, n, correct) == pytest.approx(sum(map(any, subsets)) / len(subsets))
+
+
+def test_pass_at_k_over_prompts() -> None:
+    summary = passes(2, 4, [0, 1, 4, 4])
+    assert summary.mean == pytest.approx((0 + 0.5 + 1 + 1) / 4)
+    assert summary.n == 4
+    assert 0.0 <= summary.low < summary.mean < summary.high <= 1.0
+    none = passes(2, 4, [0, 0])
+    assert (none.mean, none.low) == (0.0, 0.0)
+    assert none.high > 0.5, "two prompts prove little"
 
 
 def test_histograms_show_values_or_ranges() -> None:

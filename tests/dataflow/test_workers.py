@@ -420,19 +420,20 @@ async def test_a_group_that_can_only_be_stale_is_cancelled(kit: Any) -> None:
     assert len(await kit.lease(dataflow, 1)) == 1, "its place is free at once"
 
 
-@pytest.mark.parametrize(("most", "counts"), [(3, [1, 1]), (4, [1, 1]), (5, [1, 1, 2])])
+@pytest.mark.parametrize(("most", "counts"), [(3, [1, 1]), (4, [1, 1, 2]), (5, [1, 1, 2]), (6, [1, 1, 2, 2])])
 async def test_a_worker_is_given_no_more_samples_than_it_asks_for(kit: Any, most: int, counts: list[int]) -> None:
-    """After single-sample evaluation tasks come whole groups, which count as what they are."""
-    sampling = {"solver": Sampling()}
-    suite = EvalSuite(name="s", prompts=kit.prompts(2, "e"), workflow="w", sampling=sampling)
-    dataflow = kit.dataflow(n_samples=2, suites=[suite])
-    await kit.start(dataflow)
-    await dataflow.evaluate(EvaluateRequest(label="e", suites=("s",)))
+    """After single-sample tasks come larger ones, which count as what they are."""
+    suites = [
+        EvalSuite(name=f"s{n}", prompts=kit.prompts(2, "e"), workflow="w", sampling={"solver": Sampling()}, n_samples=n)
+        for n in (1, 2)
+    ]
+    dataflow = kit.dataflow(suites=suites)
+    await kit.start(dataflow, "w0", "w1")
+    await dataflow.evaluate(EvaluateRequest(label="e", suites=("s1", "s2")))
     reply = await dataflow.lease(LeaseRequest(worker_id="w0", max_tasks=8, max_samples=most, wait_s=0.0))
-    given = [task.n_samples for task in reply.tasks]
-    assert given == counts + [2] * ((most - sum(counts)) // 2)
-    single = await dataflow.lease(LeaseRequest(worker_id="w0", max_tasks=8, max_samples=1, wait_s=0.0))
-    assert [task.n_samples for task in single.tasks] == [2], "one task at least"
+    assert [task.n_samples for task in reply.tasks] == counts
+    single = await dataflow.lease(LeaseRequest(worker_id="w1", max_tasks=8, max_samples=1, wait_s=0.0))
+    assert [task.n_samples for task in single.tasks] == [4], "one task at least"
 
 
 async def test_a_thousand_waiting_workers_share_what_room_there_is(kit: Any) -> None:

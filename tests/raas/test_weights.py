@@ -253,3 +253,58 @@ async def test_a_result_says_whose_weights_it_began_with(kit: Any, dataflow: Any
         await dataflow.until(8)
     of = {result.task_id: result.incarnations for result in dataflow.results}
     assert of == {"before": {"solver": 1}, "after": {"solver": 2}}
+
+
+def pinned(solver: Policy, version: int) -> tuple[PolicyVersion, ...]:
+    return (PolicyVersion(model_id="solver", version=version, incarnation=1, weights=solver.store.url),)
+
+
+async def test_an_evaluation_is_sampled_by_exactly_the_version_it_is_pinned_to(
+    kit: Any, dataflow: Any, solver: Policy
+) -> None:
+    """The worker goes back to it, stays there while newer ones are published, and then follows them again."""
+    for version in range(4):
+        await solver.publish(version)
+    engine = kit.ScriptedEngine(token_s=0.02)
+    async with running(kit.make_worker(dataflow, {"answer": answer}, {"solver": engine})):
+        await serves(engine, 3)
+        tasks = [kit.make_task(f"eval/{n}", purpose="eval", pinned=pinned(solver, 2)) for n in range(4)]
+        dataflow.tasks = tasks[:2]
+        await serves(engine, 2)
+        await solver.publish(4)
+        await dataflow.until(8)
+        dataflow.tasks = tasks[2:]
+        await dataflow.until(16)
+        await serves(engine, 4)
+    sequences = [s for result in dataflow.results for s in result.trajectory.sequences]
+    assert {s.version_range for s in sequences} == {(2, 2)}
+
+
+async def test_a_pinned_version_that_is_gone_is_declined(kit: Any, dataflow: Any, solver: Policy) -> None:
+    for version in range(40):
+        await solver.publish(version)
+    engine = kit.ScriptedEngine()
+    async with running(kit.make_worker(dataflow, {"answer": answer}, {"solver": engine})):
+        await serves(engine, 39)
+        dataflow.tasks = [kit.make_task("eval/0", purpose="eval", pinned=pinned(solver, 1)), kit.make_task("now")]
+        await dataflow.until(4)
+        with anyio.fail_after(10):
+            while not any(beat.declined for beat in dataflow.heartbeats):  # noqa: ASYNC110
+                await anyio.sleep(0.01)
+        await anyio.sleep(0.2)
+    assert {r.task_id for r in dataflow.results} == {"now"}
+    assert [beat.declined for beat in dataflow.heartbeats if beat.declined] == [("eval/0",)]
+    assert dataflow.heartbeats[-1].tasks == ()
+
+
+async def test_a_second_vector_of_versions_is_declined(kit: Any, dataflow: Any, solver: Policy) -> None:
+    for version in range(4):
+        await solver.publish(version)
+    engine = kit.ScriptedEngine(token_s=0.03)
+    dataflow.tasks = [
+        kit.make_task(f"eval/{version}", purpose="eval", pinned=pinned(solver, version)) for version in (2, 3)
+    ]
+    async with running(kit.make_worker(dataflow, {"answer": answer}, {"solver": engine})):
+        await dataflow.until(4)
+    assert {r.task_id for r in dataflow.results} == {"eval/2"}
+    assert ("eval/3",) in [beat.declined for beat in dataflow.heartbeats]

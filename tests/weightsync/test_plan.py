@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from astraflow.weightsync import CorruptVersion, SinkState, TransferMode
+from astraflow.weightsync import CorruptVersion, SinkState, TransferMode, VersionGone
 from astraflow.weightsync.manifest import Head, VersionRef
-from astraflow.weightsync.plan import choose
+from astraflow.weightsync.plan import at, choose
 
 
 def ref(version: int, *, delta: int = 10, anchor: int = 0, root: str = "", base: str | None = None) -> VersionRef:
@@ -107,3 +107,19 @@ def test_a_head_older_than_what_the_sink_holds_is_refused(held: tuple[int, int])
     with pytest.raises(CorruptVersion, match="stale copy"):
         choose(head, SinkState(digest="other", incarnation=incarnation, version=version), "auto", 10)
     assert choose(head, SinkState(digest="other", incarnation=0, version=99), "auto", 10) is not None
+
+
+def test_an_older_version_can_be_asked_for_by_name() -> None:
+    """HEAD as it was then; what is not there yet is waited for, what is gone is an error."""
+    then = at(head(*LIST), (1, 11))
+    assert then is not None
+    assert then.versions == LIST[1:]
+    back = choose(then, holds(12), "auto", 0, back=True)
+    assert back is not None
+    assert (back.kind, back.target.version) == ("full", 11)
+    with pytest.raises(CorruptVersion, match="stale copy"):
+        choose(then, holds(12), "auto", 0)
+    assert at(head(*LIST), (1, 13)) is None
+    assert at(head(*LIST), (2, 1)) is None
+    with pytest.raises(VersionGone, match="version 7 of incarnation 1 is not named by HEAD any more"):
+        at(head(*LIST), (1, 7))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.to_thread
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -27,6 +28,7 @@ from astraflow.weightsync import (
     Store,
     TensorSink,
     TensorSpec,
+    VersionGone,
     WeightSyncError,
     WrongBase,
     open_store,
@@ -662,3 +664,24 @@ async def test_the_event_loop_is_not_blocked(tmp_path: Path) -> None:
             await puller.pull()
         group.cancel_scope.cancel()
     assert np.median(lags) < 0.05
+
+
+async def test_a_puller_goes_back_to_a_version_and_on_again(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path)
+    publisher = Publisher(store, stream="s", incarnation=1, anchor_every=3, retention=Retention(versions=4))
+    here = {"w": np.zeros(64, np.float32)}
+    puller = Puller(store, TensorSink(here))
+    for version in range(12):
+        await publisher.publish({"w": np.full(64, version, np.float32)}, version)
+        if version % 4 == 3:
+            await puller.pull()
+    for wanted in (9, 10, 8, 11):
+        staged = await puller.stage((1, wanted))
+        assert staged is not None
+        assert (await anyio.to_thread.run_sync(staged.commit)).version == wanted
+        assert set(here["w"].tolist()) == {float(wanted)}
+        assert await puller.stage((1, wanted)) is None, "it is there"
+    assert await puller.stage((1, 12)) is None, "it is to come"
+    with pytest.raises(VersionGone):
+        await puller.stage((1, 2))
+    assert set(here["w"].tolist()) == {11.0}

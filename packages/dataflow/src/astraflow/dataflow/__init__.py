@@ -16,12 +16,13 @@ from .data.mixture import MixBy, MixtureSource
 from .data.open import open_sources
 from .data.stream import StreamSource
 from .failures import FailurePolicy
-from .figures import LengthCount, MetricSummary, PolicyStatus, WorkerStatus
+from .figures import LengthCount, MetricSummary, PolicyBalance, PolicyStatus, PoolBalance, WorkerStatus
 from .group import PolicyGroup, advantage_of, reward_of, trajectory_of
 from .inspection import inspect_journal
 from .interface import (
     Attachment,
     AttachRequest,
+    Balance,
     BatchReply,
     BatchRequest,
     CommitRequest,
@@ -72,6 +73,7 @@ __all__ = [
     "Array",
     "AttachRequest",
     "Attachment",
+    "Balance",
     "BatchBy",
     "BatchReply",
     "BatchRequest",
@@ -109,10 +111,12 @@ __all__ = [
     "Phase",
     "Pick",
     "Policies",
+    "PolicyBalance",
     "PolicyFeed",
     "PolicyGroup",
     "PolicyStatus",
     "PolicyVersion",
+    "PoolBalance",
     "Prompt",
     "PromptSource",
     "Purpose",

@@ -88,15 +88,16 @@ class PolicyFeed(msgspec.Struct, frozen=True, kw_only=True):
 class DataflowConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The whole dataflow.
 
-    A task runs `workflow` `n_samples` times; `sampling` names every policy the workflow asks, trained or not. A
-    task of which no new token was heard for `task_deadline_s` seconds is leased again, at most `max_attempts` times
-    in all; as long as tokens come it may be as long as it is, up to `task_limit_s` (None: `LIMIT_DEADLINES`
-    deadlines). A worker not heard of for `worker_silence_s` seconds loses its leases; when no worker at all was
-    heard of for `worker_grace_s` seconds, waiting trainers fail. `selectors` and `filters` are the data
-    algorithms before and after rollout, in the order in which they run (docs/data_algorithms.md); after
-    `max_dropped_batches` batches' worth of consecutive groups that gave a policy nothing, its trainer fails.
-    `synchronous`: generate, train and sync in turn. Rates and means are taken over the last `window_s` seconds. Batches
-    since the oldest of a trainer's last `keep_checkpoints` checkpoints can be served again.
+    A task runs `workflow` `n_samples` times; `sampling` names every policy the workflow asks, trained or not. A task of
+    which no new token was heard for `task_deadline_s` seconds is leased again, at most `max_attempts` times in all;
+    as long as tokens come it may be as long as it is, up to `task_limit_s` (None: `LIMIT_DEADLINES` deadlines). A
+    worker not heard of for `worker_silence_s` seconds loses its leases; when no worker at all was heard of for
+    `worker_grace_s` seconds, waiting trainers fail. `selectors` and `filters` are the data algorithms before and
+    after rollout, in the order in which they run (docs/data_algorithms.md); after `max_dropped_batches` batches'
+    worth of consecutive groups that gave a policy nothing, its trainer fails. All suites are evaluated every
+    `evaluate_every` versions (0: not while training), by at most `evaluation_share` of the workers at a time.
+    `synchronous`: generate, train and sync in turn. Rates and means are taken over the last `window_s` seconds.
+    Batches since the oldest of a trainer's last `keep_checkpoints` checkpoints can be served again.
     """
 
     policies: tuple[PolicyFeed, ...]
@@ -112,6 +113,8 @@ class DataflowConfig(msgspec.Struct, frozen=True, kw_only=True):
     selectors: tuple[str, ...] = ()
     filters: tuple[str, ...] = ("zero_advantage",)
     failures: FailurePolicy = FailurePolicy()
+    evaluate_every: int = 0
+    evaluation_share: float = 0.5
     max_dropped_batches: int = 20
     synchronous: bool = False
     window_s: float = 120.0

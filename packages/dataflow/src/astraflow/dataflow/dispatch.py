@@ -16,8 +16,9 @@ from .config import DataflowConfig
 from .interface import LeaseRequest, Prompt, RolloutTask
 from .journal import Closed, Leased, OldTask, Opened, Record
 from .leases import LeaseBook
+from .pins import Pins
 from .sources import PromptSource, SourceFailed
-from .tasks import OpenTask, TaskBoard
+from .tasks import OpenTask, Seeker, TaskBoard
 from .workers import Worker, Workers
 
 SWEEP_S = 0.05
@@ -45,6 +46,7 @@ class Dispatch:
         self.exhausted = False
         self.workers = Workers(config.worker_silence_s, config.failures, now)
         self.leases = LeaseBook()
+        self.pins = Pins(config.evaluation_share)
         self.tasks = TaskBoard(config.max_attempts)
         self.next_sweep = now
 
@@ -61,29 +63,60 @@ class Dispatch:
     ) -> tuple[RolloutTask, ...]:
         """What a worker asks for, leased at `versions`. `training`: may training tasks be leased; `room(running)`: may
         a new one start; `admits(prompt)`: is this prompt worth one."""
-        name, served = worker.registration.worker_id, worker.serves
+        name = worker.registration.worker_id
+        seeker = Seeker(
+            name,
+            worker.serves,
+            training=False,
+            may_evaluate=lambda vector: self.pins.may_take(
+                name, vector, self.workers.counts(now)[0], training=training()
+            ),
+            others=lambda: self.workers.served_by_others(name, now),
+        )
         granted: list[RolloutTask] = []
         samples = 0
         while len(granted) < request.max_tasks:
             # A worker that has any place gets a task, however large.
-            left = request.max_samples - samples if request.max_samples and granted else math.inf
-            generating = training()
-            task = self.tasks.waiting(
-                name, served, left, training=generating, others=lambda: self.workers.served_by_others(name, now)
-            )
-            if task is None and generating and self._config.sampling.keys() <= served:
-                task = self._draw(admits, now) if self._config.n_samples <= left and room(self.tasks.training) else None
+            seeker.left = request.max_samples - samples if request.max_samples and granted else math.inf
+            # One that evaluates stays at its versions and takes nothing else.
+            seeker.training = training() and not self.pins.evaluates(name)
+            task = self.tasks.waiting(seeker)
+            if task is None and seeker.training and self._config.sampling.keys() <= worker.serves:
+                fits = self._config.n_samples <= seeker.left and room(self.tasks.training)
+                task = self._draw(admits, now) if fits else None
             if task is None:
                 break
             granted.append(self._lease(task, name, now, versions))
             samples += task.open_samples
         return tuple(granted)
 
-    def has_work(self, *, training: bool, room: Callable[[int], bool]) -> bool:
+    def has_work(self, *, training: bool, room: Callable[[int], bool], now: float) -> bool:
         """Is there a task for some worker?"""
-        return self.tasks.has_waiting(training=training) or (
-            training and not self.exhausted and room(self.tasks.training)
-        )
+        if self.tasks.waiting_evaluations and self.pins.free(self.workers.counts(now)[0], training=training):
+            return True
+        if not training:
+            return False
+        return self.tasks.waiting_retries > 0 or (not self.exhausted and room(self.tasks.training))
+
+    def decline(self, worker_id: str, task_id: str, now: float) -> OpenTask | None:
+        """A worker cannot have the versions that a task is pinned to. Returns the task if no live worker can."""
+        task = self.tasks.get(task_id)
+        if task is None or self.leases.holder(task_id) != worker_id:
+            return None
+        self._free(task_id)
+        task.declined.add(worker_id)
+        able = self.workers.names(task.task.sampling.keys(), now) - task.declined
+        if not able:
+            versions = ", ".join(f"{pinned.model_id} {pinned.version}" for pinned in task.task.pinned)
+            task.error = f"no worker can have the versions it is pinned to ({versions})"
+            return task
+        self.tasks.put_back(task)
+        return None
+
+    def _free(self, task_id: str) -> None:
+        """Its worker has the task no more."""
+        self.leases.end(task_id)
+        self.pins.end(task_id)
 
     def state(self) -> DispatchState:
         return DispatchState(drawn=self._drawn, exhausted=self.exhausted)
@@ -99,8 +132,7 @@ class Dispatch:
                 task.settle(index, trajectory, old.errors.get(index, ""))
             self.tasks.add(task, waiting=not old.worker_id)
             if old.worker_id:
-                self.leases.grant(old.task.task_id, old.worker_id, now, old.task.deadline_s, old.task.limit_s)
-                self.sweep_by(now + min(old.task.deadline_s, self._config.worker_silence_s))
+                self._hold(old.task, old.worker_id, now)
 
     def open(self, task: OpenTask) -> None:
         """The task exists from now on."""
@@ -111,14 +143,14 @@ class Dispatch:
         """The task is complete or given up."""
         self._record(Closed(task.task.task_id))
         self.tasks.close(task)
-        self.leases.end(task.task.task_id)
+        self._free(task.task.task_id)
 
     def lose(self, task_ids: Iterable[str]) -> list[OpenTask]:
         """These tasks lost their workers: they wait for others. Returns those that were leased often enough, to be
         given up."""
         given_up: list[OpenTask] = []
         for task_id in task_ids:
-            self.leases.end(task_id)
+            self._free(task_id)
             task = self.tasks.get(task_id)
             if task is not None and not self.tasks.retry(task):
                 task.error = task.error or f"task {task_id}: not complete after {task.task.attempt + 1} leases"
@@ -143,9 +175,15 @@ class Dispatch:
         task.task = msgspec.structs.replace(task.task, versions=versions, min_versions=least)
         task.last_worker = worker_id
         self._record(Leased(task.task.task_id, worker_id, task.task.attempt))
-        self.leases.grant(task.task.task_id, worker_id, now, task.task.deadline_s, task.task.limit_s)
-        self.sweep_by(now + min(task.task.deadline_s, self._config.worker_silence_s))
+        self._hold(task.task, worker_id, now)
         return task.task
+
+    def _hold(self, task: RolloutTask, worker_id: str, now: float) -> None:
+        """The worker has the task from now on."""
+        self.leases.grant(task.task_id, worker_id, now, task.deadline_s, task.limit_s)
+        self.sweep_by(now + min(task.deadline_s, self._config.worker_silence_s))
+        if task.purpose == "eval":
+            self.pins.take(worker_id, task.task_id, task.pinned)
 
     def _draw(self, admits: Callable[[Prompt], bool], now: float) -> OpenTask | None:
         """Open a task for the source's next prompt that is worth it, if it has one."""

@@ -1,17 +1,19 @@
 """An evaluation: suites of prompts as tasks, and the figures of what came back.
 
-Invariant: a sample that failed or never came back counts as 0 in every metric and as missing; nothing is left out.
+Invariant: a sample that failed, never came back or was sampled by other versions counts as 0 in every metric and as
+missing; nothing is left out.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 
+from .estimates import Cluster, average, passes
 from .figures import MetricSummary
 from .interface import (
     EvaluateRequest,
     Evaluation,
+    PolicyVersion,
     RolloutGroup,
     RolloutTask,
     SuiteReport,
@@ -20,56 +22,19 @@ from .interface import (
 from .signals import Signal
 from .sources import EvalSuite
 
-Z95 = 1.959963984540054
 EXAMPLES = 8
 
 
-class Tally:
-    """Mean and interval of one metric, from its sums."""
-
-    def __init__(self) -> None:
-        self._n = 0
-        self._total = 0.0
-        self._squares = 0.0
-        self._binary = True
-
-    def add(self, value: float) -> None:
-        self._n += 1
-        self._total += value
-        self._squares += value * value
-        self._binary = self._binary and value in (0.0, 1.0)
-
-    def summary(self, missing: int) -> MetricSummary:
-        """With `missing` zeros added: Wilson's 95 % interval for values in {0, 1}, else the normal one."""
-        n = self._n + missing
-        mean = self._total / n
-        if self._binary:
-            low, high = wilson(mean, n)
-        else:
-            variance = max(0.0, self._squares - n * mean * mean) / (n - 1) if n > 1 else 0.0
-            half = Z95 * math.sqrt(variance / n)
-            low, high = mean - half, mean + half
-        return MetricSummary(mean=mean, low=low, high=high, n=n)
-
-
-def wilson(mean: float, n: int) -> tuple[float, float]:
-    """Wilson's score interval (1927) at 95 % for a proportion `mean` of `n`."""
-    z2 = Z95 * Z95
-    centre = (mean + z2 / (2 * n)) / (1 + z2 / n)
-    half = Z95 * math.sqrt(mean * (1 - mean) / n + z2 / (4 * n * n)) / (1 + z2 / n)
-    return max(0.0, min(mean, centre - half)), min(1.0, max(mean, centre + half))
-
-
 class SuiteRun:
-    """One suite's progress."""
+    """One suite's progress at `versions`."""
 
     def __init__(self, suite: EvalSuite, versions: dict[str, int]) -> None:
         self._suite = suite
-        self._at = versions
-        self._seen: dict[str, int] = {}
-        self._done = 0
+        self._versions = versions
+        self._prompts: list[dict[str, list[float]]] = []
+        self._absent: list[int] = []
         self._missing = 0
-        self._tallies: dict[str, Tally] = {}
+        self._elsewhere = 0
         self._examples: list[Trajectory] = []
 
     @property
@@ -77,37 +42,66 @@ class SuiteRun:
         return len(self._suite.prompts) * self._suite.n_samples
 
     @property
+    def done(self) -> int:
+        return len(self._prompts) * self._suite.n_samples
+
+    @property
     def finished(self) -> bool:
-        return self._done == self.total
+        return self.done == self.total
 
     def add(self, group: RolloutGroup) -> None:
+        values: dict[str, list[float]] = {}
+        absent = 0
         for trajectory in group.trajectories:
-            self._done += 1
+            if trajectory is not None and self._sampled_elsewhere(trajectory):
+                self._elsewhere += 1
+                trajectory = None
             if trajectory is None:
-                self._missing += 1
-            else:
-                self._count(trajectory)
+                absent += 1
+                continue
+            for name, value in trajectory.metrics.items():
+                values.setdefault(name, []).append(value)
+            if len(self._examples) < EXAMPLES:
+                self._examples.append(trajectory)
+        self._prompts.append(values)
+        self._absent.append(absent)
+        self._missing += absent
 
-    def _count(self, trajectory: Trajectory) -> None:
-        for name, value in trajectory.metrics.items():
-            self._tallies.setdefault(name, Tally()).add(value)
+    def _sampled_elsewhere(self, trajectory: Trajectory) -> bool:
+        """Is any of it sampled by another version than was asked for?"""
         for sequence in trajectory.sequences:
-            oldest = sequence.oldest_version
-            if oldest >= 0:
-                self._seen[sequence.model_id] = min(oldest, self._seen.get(sequence.model_id, oldest))
-        if len(self._examples) < EXAMPLES:
-            self._examples.append(trajectory)
+            version = self._versions.get(sequence.model_id)
+            if version is not None and sequence.version_range not in ((version, version), (-1, -1)):
+                return True
+        return False
 
     def report(self) -> SuiteReport:
+        names = sorted({name for values in self._prompts for name in values})
+        binary = [name for name in names if all(v in (0.0, 1.0) for row in self._prompts for v in row.get(name, ()))]
         return SuiteReport(
             suite=self._suite.name,
-            done=self._done,
+            done=self.done,
             total=self.total,
             missing=self._missing,
-            metrics={name: tally.summary(self._missing) for name, tally in sorted(self._tallies.items())},
-            versions={**self._at, **self._seen},
+            elsewhere=self._elsewhere,
+            metrics={name: average(self._clusters(name), binary=name in binary) for name in names},
+            passes={name: self._passes(name) for name in binary} if self._suite.n_samples > 1 else {},
+            versions=self._versions,
             examples=tuple(self._examples),
         )
+
+    def _clusters(self, name: str) -> list[Cluster]:
+        """By prompt: what is missing counts as 0, a trajectory without this metric does not count."""
+        rows = [row.get(name, ()) for row in self._prompts]
+        clusters = [(sum(row), len(row) + absent) for row, absent in zip(rows, self._absent, strict=True)]
+        return [cluster for cluster in clusters if cluster[1]]
+
+    def _passes(self, name: str) -> dict[int, MetricSummary]:
+        """pass@k for k of 2, 4, 8 … and all samples."""
+        n = self._suite.n_samples
+        correct = [int(sum(row.get(name, ()))) for row in self._prompts]
+        powers = (2**exponent for exponent in range(1, n.bit_length()))
+        return {k: passes(k, n, correct) for k in sorted({*powers, n}) if k <= n}
 
 
 class EndedEvaluation:
@@ -115,8 +109,8 @@ class EndedEvaluation:
 
     finished = True
 
-    def __init__(self, figures: Evaluation) -> None:
-        self.changed = Signal()
+    def __init__(self, figures: Evaluation, changed: Signal | None = None) -> None:
+        self.changed = changed or Signal()
         self._figures = figures
 
     def add(self, group: RolloutGroup) -> None:
@@ -127,18 +121,20 @@ class EndedEvaluation:
 
 
 class EvaluationRun:
-    """One labelled evaluation of several suites, at `versions` of the policies or newer."""
+    """One labelled evaluation of several suites, at exactly these `versions` of the policies."""
 
     def __init__(self, request: EvaluateRequest, suites: Sequence[EvalSuite], versions: dict[str, int]) -> None:
         self.changed = Signal()
         self._label = request.label
-        self._min_versions = request.min_versions
         self._suites = tuple(suites)
-        self._runs = {suite.name: SuiteRun(suite, {**versions, **request.min_versions}) for suite in suites}
+        self._runs = {suite.name: SuiteRun(suite, versions) for suite in suites}
 
-    def tasks(self, seed: int, deadline_s: float) -> Iterator[RolloutTask]:
+    def tasks(
+        self, seed: int, deadline_s: float, limit_s: float, pinned: Sequence[PolicyVersion]
+    ) -> Iterator[RolloutTask]:
         """Every prompt of every suite as a task; the same label and seed give the same ones."""
         for suite in self._suites:
+            needed = tuple(version for version in pinned if version.model_id in suite.sampling)
             for index, prompt in enumerate(suite.prompts):
                 yield RolloutTask(
                     task_id=f"eval/{self._label}/{suite.name}/{index}",
@@ -148,13 +144,10 @@ class EvaluationRun:
                     sampling=suite.sampling,
                     seed=seed + index * suite.n_samples,
                     deadline_s=deadline_s,
+                    limit_s=limit_s,
                     purpose="eval",
                     suite=suite.name,
-                    min_versions={
-                        model_id: version
-                        for model_id, version in self._min_versions.items()
-                        if model_id in suite.sampling
-                    },
+                    pinned=needed,
                 )
 
     def add(self, group: RolloutGroup) -> None:

@@ -55,6 +55,31 @@ class PolicyStatus(msgspec.Struct, frozen=True, kw_only=True):
     finished: bool = False
 
 
+class PolicyBalance(msgspec.Struct, frozen=True, kw_only=True):
+    """Over the window: the share of its time that the policy's trainer waited for data, fresh sequences `produced` for
+    it and `consumed` by it, replay aside."""
+
+    model_id: str
+    wait_fraction: float
+    produced: int
+    consumed: int
+    training: bool
+
+
+class PoolBalance(msgspec.Struct, frozen=True, kw_only=True):
+    """A pool's live workers: `size` and `target` are its GPUs, or its workers where it has none (`unit`). `target` is
+    the largest of what the policies that still train want (`wanted_by`). `capacity` and `running` are samples."""
+
+    pool: str
+    unit: str
+    size: float
+    workers: int
+    capacity: int
+    running: int
+    wanted_by: dict[str, int]
+    target: int
+
+
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One worker now. `quarantine` says why it gets no tasks, where it does not."""
 

@@ -100,9 +100,18 @@ class Health:
 
     def warning(self, now: float) -> str:
         """What to say while somebody waits and nothing goes on; empty while something does."""
-        if not self._watchdog.slow(now) or not self._waited_for(now):
+        if not self._waited_for(now):
             return ""
+        if not self._watchdog.slow(now):
+            return self._evaluation_first(now)
         return f"nothing went on for {self._watchdog.idle_s(now):.0f} s: {self.figures(now)}"
+
+    def _evaluation_first(self, now: float) -> str:
+        """Trainers may wait because every worker evaluates."""
+        evaluating, (alive, _) = len(self._dispatch.pins), self._dispatch.workers.counts(now)
+        if not evaluating or evaluating < alive or not self._asked_for(now):
+            return ""
+        return f"training waits for an evaluation: all {alive} workers are at it"
 
     def figures(self, now: float) -> str:
         """How things stand."""
@@ -116,5 +125,7 @@ class Health:
 
     def _waited_for(self, now: float) -> bool:
         """Does anybody wait? A trainer asks again and again; an evaluation is there until it is finished."""
-        asking = any(policy.asking(now, self._config.worker_silence_s) for policy in self._policies.values())
-        return asking or self._dispatch.tasks.evaluating > 0
+        return self._asked_for(now) or self._dispatch.tasks.evaluating > 0
+
+    def _asked_for(self, now: float) -> bool:
+        return any(policy.asking(now, self._config.worker_silence_s) for policy in self._policies.values())

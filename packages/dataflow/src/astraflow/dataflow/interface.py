@@ -21,7 +21,7 @@ import msgspec
 
 from astraflow.rpc import method, service
 
-from .figures import LengthCount, MetricSummary, PolicyStatus, WorkerStatus
+from .figures import LengthCount, MetricSummary, PolicyBalance, PolicyStatus, PoolBalance, WorkerStatus
 from .sequence import Sequence
 
 TrajectoryStatus = Literal["ok", "failed", "timed_out"]
@@ -58,14 +58,25 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     temperature: float = 1.0
 
 
+class PolicyVersion(msgspec.Struct, frozen=True, kw_only=True):
+    """A published set of weights. `version` counts trained batches, 0 being the initial weights; `weights` is the
+    weightsync store's URL; `incarnation` is granted by `attach` and fences a trainer that was replaced."""
+
+    model_id: str
+    version: int
+    incarnation: int
+    weights: str
+    digest: str = ""
+
+
 class RolloutTask(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker leases: roll out `n_samples` trajectories of one prompt.
 
     `task_id` is deterministic (source, epoch, index). `seed` + sample index seeds a sample. `deadline_s` is how long a
-    task may go without a new token, `limit_s` how long it may take in all, in seconds from its lease. `versions` is the
-    newest version of every policy at lease time; the worker waits until its engines hold at least `min_versions`
-    (evaluation, synchronous mode). `done` are the sample indices that an earlier attempt brought in: they need not run
-    again.
+    task may go without a new token, `limit_s` how long it may take in all, in seconds from its lease. `versions` is
+    the newest version of every policy at lease time; the worker waits until its engines hold at least `min_versions`
+    (synchronous mode), or exactly those `pinned` (evaluation), at which it then stays. `done` are the sample indices
+    that an earlier attempt brought in: they need not run again.
     """
 
     task_id: str
@@ -81,6 +92,7 @@ class RolloutTask(msgspec.Struct, frozen=True, kw_only=True):
     suite: str = ""
     versions: dict[str, int] = {}
     min_versions: dict[str, int] = {}
+    pinned: tuple[PolicyVersion, ...] = ()
     done: tuple[int, ...] = ()
 
 
@@ -142,17 +154,6 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True):
     model_id: str
     version: int
     samples: tuple[TrainSample, ...]
-
-
-class PolicyVersion(msgspec.Struct, frozen=True, kw_only=True):
-    """A published set of weights. `version` counts trained batches, 0 being the initial weights; `weights` is the
-    weightsync store's URL; `incarnation` is granted by `attach` and fences a trainer that was replaced."""
-
-    model_id: str
-    version: int
-    incarnation: int
-    weights: str
-    digest: str = ""
 
 
 # --- what workers say and hear -----------------------------------------------------------------------------------
@@ -222,11 +223,13 @@ class TaskProgress(msgspec.Struct, frozen=True, array_like=True):
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     """`tasks` are the task ids the worker still runs: their leases stay alive. `progress` of those that have begun.
-    `leaving`: the last word of a worker that goes; what it holds goes to others at once."""
+    `declined` are evaluation tasks whose pinned versions it cannot have. `leaving`: the last word of a worker that
+    goes; what it holds goes to others at once."""
 
     worker_id: str
     tasks: tuple[str, ...] = ()
     progress: tuple[TaskProgress, ...] = ()
+    declined: tuple[str, ...] = ()
     stats: WorkerStats = WorkerStats()
     leaving: bool = False
 
@@ -320,14 +323,12 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EvaluateRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Start the evaluation `suites` (configured names) under `label`; idempotent by label.
-
-    The tasks are leased before training tasks, at `min_versions` of every policy.
-    """
+    """Start the evaluation `suites` (configured names) under `label`, at the newest published version of every policy;
+    idempotent by label. Its tasks are leased before others; a worker that takes one evaluates until none is left for
+    it, and while training goes on only a share of the workers does."""
 
     label: str
     suites: tuple[str, ...]
-    min_versions: dict[str, int] = {}
 
 
 class EvaluationQuery(msgspec.Struct, frozen=True, kw_only=True):
@@ -338,8 +339,9 @@ class EvaluationQuery(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SuiteReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One suite's figures so far. A sample that failed or never came back counts as 0 in every metric and is
-    counted in `missing`. `examples` are a few trajectories to read."""
+    """One suite's figures so far, at exactly these `versions`. `metrics`: the mean over all samples (avg@k), `passes`:
+    pass@k by k, for metrics of 0 and 1. A sample that failed, never came back or was sampled by another version (these
+    are `elsewhere`) counts as 0 in every metric and is counted in `missing`. `examples` are trajectories to read."""
 
     suite: str
     done: int
@@ -347,6 +349,8 @@ class SuiteReport(msgspec.Struct, frozen=True, kw_only=True):
     missing: int
     metrics: dict[str, MetricSummary]
     versions: dict[str, int]
+    elsewhere: int = 0
+    passes: dict[str, dict[int, MetricSummary]] = {}
     examples: tuple[Trajectory, ...] = ()
 
 
@@ -357,22 +361,32 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything a person wants to see at one glance. `metrics` are means of the trajectories' own metrics over
-    the window; `data` are the figures of the prompt source and of the selection before rollout; `example` is the
-    newest trajectory; `lengths` counts training samples by sampled tokens. `warning`: somebody waits and nothing goes
-    on; `error`: the run cannot go on."""
+    """Everything a person wants to see at one glance. `metrics` are means of the trajectories' own metrics over the
+    window; `data` are the figures of the prompt source and of the selection before rollout; `example` is the newest
+    trajectory; `lengths` counts training samples by sampled tokens; `evaluating` counts workers. `warning`: somebody
+    waits and nothing goes on; `error`: the run cannot go on.
+    """
 
     phase: Phase
     policies: tuple[PolicyStatus, ...]
     workers: tuple[WorkerStatus, ...]
     leased: int = 0
     pending_eval: int = 0
+    evaluating: int = 0
     metrics: dict[str, float] = {}
     data: dict[str, dict[str, float]] = {}
     example: Trajectory | None = None
     lengths: tuple[LengthCount, ...] = ()
     warning: str = ""
     error: str = ""
+
+
+class Balance(msgspec.Struct, frozen=True, kw_only=True):
+    """Demand and supply over the last `window_s` seconds."""
+
+    window_s: float
+    policies: tuple[PolicyBalance, ...]
+    pools: tuple[PoolBalance, ...]
 
 
 class Control(msgspec.Struct, frozen=True, kw_only=True):
@@ -434,3 +448,5 @@ class DataflowService(Protocol):
     async def evaluation(self, request: EvaluationQuery, /) -> Evaluation: ...
     @method(idempotent=True)
     async def status(self, request: Empty, /) -> Status: ...
+    @method(idempotent=True)
+    async def balance(self, request: Empty, /) -> Balance: ...

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from .interface import RolloutGroup, StepReport
+from .interface import Evaluation, RolloutGroup, StepReport
 
 
 class Observer(Protocol):
@@ -16,4 +16,8 @@ class Observer(Protocol):
 
     def on_step(self, report: StepReport, /) -> None:
         """A trainer made a step."""
+        ...
+
+    def on_evaluation(self, evaluation: Evaluation, /) -> None:
+        """An evaluation has ended."""
         ...

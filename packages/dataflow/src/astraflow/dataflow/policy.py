@@ -29,7 +29,7 @@ from .journal import Attached, Cut, Dropped, Forgotten, Kept, Published, Record,
 from .lineage import Lineage, check_consumed
 from .serving import Content, Serving
 from .signals import Signal
-from .window import Window, mean
+from .window import Sums, Window, mean
 
 MAX_UNCOMMITTED = 64
 """Batches kept for a trainer that comes back; of more than that without a commit the oldest are forgotten."""
@@ -62,7 +62,7 @@ class PolicyStream:
         self.asked: int | None = None
         self.ended = False
         self._waiters = 0
-        self._asked_at = 0.0
+        self._asked_at = self._waiting_since = 0.0
         self._filters = FilterChain(config.filters_of(feed), context)
         self._serving = Serving(feed, context)
         self._n_samples = config.n_samples
@@ -83,8 +83,8 @@ class PolicyStream:
         self._produced = 0
         self._consumed = 0
         self._groups: Window[tuple[float, float]] = Window(window_s)
-        self._kept: Window[int] = Window(window_s)
-        self._used: Window[int] = Window(window_s)
+        self._kept = Sums(window_s)
+        self._used = Sums(window_s)
         self._steps: Window[tuple[float, float]] = Window(window_s)
         self._reported = ("", 0)
         self._metrics: dict[str, float] = {}
@@ -212,6 +212,8 @@ class PolicyStream:
             raise ValueError(
                 f"policy {self.feed.model_id!r}: the batch at version {version} was asked for, the next is {self._next}"
             )
+        if version != self.asked:
+            self._waiting_since = now
         self.asked = version
         self._asked_at = now
 
@@ -367,9 +369,20 @@ class PolicyStream:
         """Why this policy's training cannot go on; empty while it can."""
         return self._failure
 
-    def targets(self, now: float) -> tuple[float, int, int]:
-        """What the balance rule looks at: wait fraction, sequences produced and consumed in the window."""
-        return wait_fraction(self._steps.values(now)), sum(self._kept.values(now)), sum(self._used.values(now))
+    def steps_taken(self, now: float) -> list[tuple[float, float]]:
+        """(wait_s, step_s) of the trainer's steps in the window, and of the wait that goes on."""
+        steps = self._steps.values(now)
+        if self.asking(now, 0.0):
+            steps.append((now - self._waiting_since, 0.0))
+        return steps
+
+    def produced_lately(self, now: float) -> int:
+        """Fresh sequences that got into the buffer in the window."""
+        return self._kept.total(now)
+
+    def consumed_lately(self, now: float) -> int:
+        """Fresh sequences that got into batches in the window."""
+        return self._used.total(now)
 
     @property
     def stages(self) -> dict[str, Stage]:
@@ -395,7 +408,7 @@ class PolicyStream:
             running=running,
             reward_mean=mean(reward for reward, _ in groups),
             reward_nonzero=mean(share for _, share in groups),
-            wait_fraction=wait_fraction(self._steps.values(now)),
+            wait_fraction=wait_fraction(self.steps_taken(now)),
             staleness_mean=last.staleness_mean,
             staleness_max=last.staleness_max,
             staleness_min=last.staleness_min,

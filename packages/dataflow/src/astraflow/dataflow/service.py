@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from .balance import pool_target
 from .config import DataflowConfig
 from .dispatch import SWEEP_S, Dispatch
 from .evaluations import Evaluations
@@ -24,6 +23,7 @@ from .ingest import missing_ids, policy_group, problems
 from .interface import (
     Attachment,
     AttachRequest,
+    Balance,
     BatchReply,
     BatchRequest,
     CommitRequest,
@@ -49,20 +49,18 @@ from .interface import (
     SubmitReply,
     SubmitRequest,
     TaskProgress,
-    Trajectory,
     WatchRequest,
 )
 from .journal import Bounded, NoJournal, Registered, Settled, Touched
-from .lengths import Lengths
 from .line import Line
 from .observer import Observer
+from .overview import Overview
 from .policy import PolicyStream, abandoned
 from .resume import all_stages, follow, resume
 from .selection import Selection
 from .signals import Signal
 from .sources import EvalSuite, PromptSource
 from .tasks import OpenTask
-from .window import Window, means_by_name
 from .workers import Worker
 
 
@@ -95,10 +93,10 @@ class Dataflow:
         self._evaluations = Evaluations(config, suites, record)
         self._work = Line()
         self._published = Signal()
-        self._metrics: Window[dict[str, float]] = Window(config.window_s)
-        self._example: Trajectory | None = None
-        self._lengths = Lengths()
         self._health = Health(config, self._dispatch, self._policies, self._journal, clock())
+        self._overview = Overview(
+            config, self._dispatch, self._policies, self._selection, source, self._health, clock()
+        )
         stages = all_stages(source, self._selection, self._policies)
         if self._journal.restored is not None:
             resume(self._journal.restored, self._dispatch, self._policies, stages, self._evaluations, clock())
@@ -133,7 +131,7 @@ class Dataflow:
                 return LeaseReply(finished=True)
             self._journal.check()
             tasks = self._grant(worker, request, now) if worker and self._workers.serving(worker, now) else ()
-            if self._dispatch.has_work(training=self._generating, room=self._room):
+            if self._dispatch.has_work(training=self._generating, room=self._room, now=now):
                 self._work.pass_on()
             if tasks:
                 await self._journal.durable()
@@ -178,6 +176,8 @@ class Dataflow:
         if request.leaving:
             worker.left = True
             self._lose(self._leases.of(request.worker_id), now)
+        for task_id in request.declined:
+            self._decline(request.worker_id, task_id, now)
         self._leases.name(request.worker_id, request.tasks, now)
         for progress in request.progress:
             self._progressed(request.worker_id, progress, now)
@@ -251,6 +251,9 @@ class Dataflow:
         policy.publish(request)
         self._selection.advance(request.model_id, policy.version, self._source.epoch)
         self._health.progress(self._clock())
+        due = self._evaluations.due(self._versions()) if self._phase == "running" else None
+        if due is not None:
+            self._begin(due)
         await self._journal.durable()
         self._published.notify()
         self._work.notify()
@@ -283,11 +286,14 @@ class Dataflow:
 
     async def evaluate(self, request: EvaluateRequest, /) -> Empty:
         """Raises ValueError for a suite that is not configured."""
-        for task in self._evaluations.begin(request, {v.model_id: v.version for v in self._versions()}):
-            self._dispatch.open(task)
-        self._work.notify()
+        self._begin(request)
         await self._journal.durable()
         return Empty()
+
+    def _begin(self, request: EvaluateRequest) -> None:
+        for task in self._evaluations.begin(request, self._versions()):
+            self._dispatch.open(task)
+        self._work.notify()
 
     async def evaluation(self, request: EvaluationQuery, /) -> Evaluation:
         """Raises ValueError for an unknown label, RunFailed if no worker is left to finish it."""
@@ -306,30 +312,16 @@ class Dataflow:
     async def status(self, request: Empty, /) -> Status:
         now = self._clock()
         self._sweep(now)
-        size = self._workers.size(now)
-        over = self._phase == "finished"
-        failures = ("" if over else self._health.failure(policy, now) for policy in self._policies.values())
-        return Status(
-            phase=self._phase,
-            policies=tuple(
-                policy.status(
-                    now,
-                    self._tasks.training,
-                    pool_target(size, *policy.targets(now)),
-                    self._selection.stats_of(policy.feed.model_id),
-                )
-                for policy in self._policies.values()
-            ),
-            workers=self._workers.statuses(now),
-            leased=len(self._leases),
-            pending_eval=self._tasks.evaluating,
-            metrics=means_by_name(self._metrics.values(now)),
-            data={"source": self._source.stats(), "selection": self._selection.stats()},
-            example=self._example,
-            lengths=self._lengths.report(),
-            warning="" if over else self._health.warning(now),
-            error=next(filter(None, failures), ""),
-        )
+        return self._overview.status(self._phase, now)
+
+    async def balance(self, request: Empty, /) -> Balance:
+        now = self._clock()
+        self._sweep(now)
+        return self._overview.balance(now)
+
+    def targets(self) -> dict[str, int]:
+        """How large each pool should be, in its GPUs or, where it has none, its workers."""
+        return {pool.pool: pool.target for pool in self._overview.balance(self._clock()).pools}
 
     # --- granting ----------------------------------------------------------------------------------------------
 
@@ -367,7 +359,7 @@ class Dataflow:
         trajectory, training = result.trajectory, task.task.purpose == "train"
         begun = trajectory.status == "timed_out" and result.tokens > 0
         if training:
-            self._lengths.add(result.tokens, timed_out=trajectory.status == "timed_out")
+            self._overview.sampled(result)
         if problem or trajectory.status != "ok":
             reason = problem or trajectory.error or trajectory.status
             self._health.went_wrong(result.worker_id, reason, now, training=training)
@@ -381,8 +373,6 @@ class Dataflow:
             self._bound(task, abandoned(result.incarnations, self._policies))
             task.settle(result.sample_index, trajectory)
             self._journal.record(Settled(result.task_id, result.sample_index, trajectory))
-            if training:
-                self._example = trajectory
         if task.complete:
             self._close(task, now)
         elif task.returned:
@@ -393,7 +383,9 @@ class Dataflow:
         self._dispatch.end(task)
         group = task.group()
         if task.task.purpose == "eval":
-            self._evaluations.add(task.evaluation, group)
+            ended = self._evaluations.add(task.evaluation, group)
+            if ended is not None and self._observer is not None:
+                self._observer.on_evaluation(ended)
         else:
             self._ingest(task, group, now)
         self._work.notify()
@@ -417,13 +409,19 @@ class Dataflow:
         if task.bound(versions):
             self._journal.record(Bounded(task.task.task_id, task.newest_version))
 
+    def _decline(self, worker_id: str, task_id: str, now: float) -> None:
+        given_up = self._dispatch.decline(worker_id, task_id, now)
+        if given_up is not None:
+            self._close(given_up, now)
+        self._work.notify()
+
     def _ingest(self, task: OpenTask, group: RolloutGroup, now: float) -> None:
         present = [trajectory for trajectory in group.trajectories if trajectory is not None]
         missing = {task.missing: missing_ids(group)}
         if len(present) < self._config.failures.min_samples:
             group = RolloutGroup(task=group.task, trajectories=(None,) * len(group.trajectories))
             missing["incomplete"] = tuple(name for name in missing_ids(group) if name not in missing[task.missing])
-        self._metrics.add(now, means_by_name(trajectory.metrics for trajectory in present))
+        self._overview.grouped(present, now)
         for name, policy in self._policies.items():
             newest = task.newest_for(name, policy.version)
             mine = policy_group(group, name)
@@ -467,6 +465,7 @@ class Dataflow:
         nothing goes on."""
         self._lose(self._dispatch.sweep(now), now)
         self._health.look(now)
+        self._overview.look(now)
 
     def _lose(self, task_ids: tuple[str, ...], now: float) -> None:
         if task_ids:

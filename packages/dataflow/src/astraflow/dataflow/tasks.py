@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import msgspec
 
 from .interface import RolloutGroup, RolloutTask, SampleResult, Trajectory
+from .pins import Vector
 from .policy import PolicyStream
 
 
@@ -29,6 +30,8 @@ class OpenTask:
         self.missing = "failed"
         """What the samples that are not in are counted as."""
         self.queued = False
+        self.declined: set[str] = set()
+        """Workers that cannot have the versions it is pinned to."""
         self._trajectories: dict[int, Trajectory | None] = {}
         self._again: set[int] = set()
 
@@ -91,6 +94,11 @@ class OpenTask:
         self.error = self.error or error
 
     @property
+    def needs(self) -> tuple[frozenset[str], Vector]:
+        """The policies a worker must serve, and at which versions."""
+        return frozenset(self.task.sampling), self.task.pinned
+
+    @property
     def open_samples(self) -> int:
         """How many samples are not in."""
         return self.task.n_samples - len(self._trajectories)
@@ -109,41 +117,77 @@ class OpenTask:
         return RolloutGroup(task=self.task, trajectories=ordered)
 
 
+class Seeker:
+    """A worker that asks for tasks: it serves these policies, has `left` places for samples, may take `training` tasks
+    and, says `may_evaluate`, evaluation tasks of these versions. `others` serve these policies each."""
+
+    def __init__(
+        self,
+        worker_id: str,
+        served: frozenset[str],
+        *,
+        training: bool,
+        may_evaluate: Callable[[Vector], bool],
+        others: Callable[[], Sequence[frozenset[str]]],
+    ) -> None:
+        self.worker_id = worker_id
+        self.served = served
+        self.left = math.inf
+        self.training = training
+        self.may_evaluate = may_evaluate
+        self._others = others
+
+    def fits(self, task: OpenTask) -> bool:
+        """Not one that it lost last or declined, unless no other worker could run it."""
+        if task.open_samples > self.left or self.worker_id in task.declined:
+            return False
+        spared = task.last_worker == self.worker_id
+        return not (spared and any(task.task.sampling.keys() <= served for served in self._others()))
+
+
 class Queue:
-    """Tasks that wait for a worker, apart by the policies they need: what one worker cannot run is not looked through
-    for the next task that it can."""
+    """Tasks that wait for a worker, apart by what they need: what one worker cannot run is not looked through for the
+    next task that it can."""
 
     def __init__(self) -> None:
-        self._by_needs: dict[frozenset[str], deque[OpenTask]] = {}
+        self._waiting: dict[tuple[frozenset[str], Vector], deque[OpenTask]] = {}
+        self._size = 0
 
     def __len__(self) -> int:
-        return sum(len(waiting) for waiting in self._by_needs.values())
+        return self._size
 
     def add(self, task: OpenTask, *, first: bool = False) -> None:
         task.queued = True
-        waiting = self._by_needs.setdefault(frozenset(task.task.sampling), deque())
+        self._size += 1
+        waiting = self._waiting.setdefault(task.needs, deque())
         if first:
             waiting.appendleft(task)
         else:
             waiting.append(task)
 
-    def take(self, served: frozenset[str], fits: Callable[[OpenTask], bool]) -> OpenTask | None:
-        """Remove and return the first task that needs no more than what is `served` and that `fits`."""
-        for needs, waiting in self._by_needs.items():
-            if not needs <= served:
+    def take(
+        self, served: frozenset[str], fits: Callable[[OpenTask], bool], allowed: Callable[[Vector], bool]
+    ) -> OpenTask | None:
+        """Remove and return the first task that needs no more than what is `served`, at versions that are `allowed`,
+        and that `fits`."""
+        for needs, vector in self._waiting:
+            if not needs <= served or not allowed(vector):
                 continue
-            for position, task in enumerate(waiting):
+            for task in self._waiting[needs, vector]:
                 if fits(task):
-                    del waiting[position]
-                    task.queued = False
+                    self.discard(task)
                     return task
         return None
 
     def discard(self, task: OpenTask) -> None:
         """Forget a task, if it waits here."""
         if task.queued:
-            self._by_needs[frozenset(task.task.sampling)].remove(task)
+            waiting = self._waiting[task.needs]
+            waiting.remove(task)  # the first one, as a rule
+            if not waiting:
+                del self._waiting[task.needs]
             task.queued = False
+            self._size -= 1
 
 
 class TaskBoard:
@@ -192,31 +236,24 @@ class TaskBoard:
             self._retries.discard(task)
             self.training -= 1
 
-    def waiting(
-        self,
-        worker_id: str,
-        served: frozenset[str],
-        most_samples: float,
-        *,
-        training: bool,
-        others: Callable[[], Sequence[frozenset[str]]],
-    ) -> OpenTask | None:
-        """Take the first task that waits and this worker may run: it serves the task's policies, there are at most
-        `most_samples` to run, and it is not the worker that just lost it, unless none of the `others` serves them.
-        Retries of training tasks only if `training`."""
+    def waiting(self, seeker: Seeker) -> OpenTask | None:
+        """Take the first task that waits and that `seeker` may run, evaluation first."""
+        evaluation = self._evaluations.take(seeker.served, seeker.fits, seeker.may_evaluate)
+        if evaluation is not None or not seeker.training:
+            return evaluation
+        return self._retries.take(seeker.served, seeker.fits, lambda vector: True)
 
-        def fits(task: OpenTask) -> bool:
-            if task.open_samples > most_samples:
-                return False
-            spared = task.last_worker == worker_id
-            return not (spared and any(task.task.sampling.keys() <= served for served in others()))
+    @property
+    def waiting_evaluations(self) -> int:
+        return len(self._evaluations)
 
-        task = self._evaluations.take(served, fits)
-        return self._retries.take(served, fits) if task is None and training else task
+    @property
+    def waiting_retries(self) -> int:
+        return len(self._retries)
 
-    def has_waiting(self, *, training: bool) -> bool:
-        """Does any task wait for a worker?"""
-        return len(self._evaluations) > 0 or (training and len(self._retries) > 0)
+    def put_back(self, task: OpenTask) -> None:
+        """An evaluation task was declined: it waits again, for another worker."""
+        self._evaluations.add(task, first=True)
 
     def training_tasks(self) -> Iterator[OpenTask]:
         return iter([task for task in self._open.values() if task.task.purpose == "train"])

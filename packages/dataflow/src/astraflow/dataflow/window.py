@@ -28,6 +28,31 @@ class Window(Generic[T]):
         return [value for _, value in self._entries]
 
 
+class Sums:
+    """How much there was in the last `span_s` seconds, to a hundredth of that; however often it is added to."""
+
+    def __init__(self, span_s: float) -> None:
+        self._span_s = span_s
+        self._step_s = span_s / 100
+        self._parts: deque[tuple[float, int]] = deque()
+
+    def add(self, now: float, amount: int) -> None:
+        if self._parts and now - self._parts[-1][0] < self._step_s:
+            began, so_far = self._parts.pop()
+            self._parts.append((began, so_far + amount))
+        else:
+            self._forget(now)
+            self._parts.append((now, amount))
+
+    def total(self, now: float) -> int:
+        self._forget(now)
+        return sum(amount for _, amount in self._parts)
+
+    def _forget(self, now: float) -> None:
+        while self._parts and self._parts[0][0] < now - self._span_s:
+            self._parts.popleft()
+
+
 def mean(values: Iterable[float]) -> float:
     """The mean, 0 of nothing."""
     listed = list(values)

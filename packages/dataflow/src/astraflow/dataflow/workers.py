@@ -7,6 +7,9 @@ much longer is forgotten.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Sequence
+
+import msgspec
 
 from .failures import FailurePolicy, Record
 from .figures import WorkerStatus
@@ -54,6 +57,31 @@ class Worker:
             pulled_delta_bytes=self._delta_bytes,
             swap_pause_s=self._pause_s,
             quarantine=self.record.reason if self.record.set_aside(now) else "",
+        )
+
+
+class Pool(msgspec.Struct, frozen=True):
+    """Workers of one pool. `size` is in the balance rule's unit: GPUs, or workers where there are none."""
+
+    name: str
+    unit: str
+    size: float
+    workers: int
+    capacity: int
+    running: int
+    policies: frozenset[str]
+
+    @classmethod
+    def of(cls, name: str, workers: Sequence[Worker]) -> Pool:
+        gpus = sum(worker.registration.gpus for worker in workers)
+        return cls(
+            name=name,
+            unit="GPUs" if gpus else "workers",
+            size=gpus or float(len(workers)),
+            workers=len(workers),
+            capacity=sum(worker.registration.capacity for worker in workers),
+            running=sum(worker.stats.running for worker in workers),
+            policies=frozenset().union(*(worker.serves for worker in workers)),
         )
 
 
@@ -110,6 +138,11 @@ class Workers:
     def alive(self, worker: Worker, now: float) -> bool:
         return not worker.left and now - worker.heard_at <= self._silence_s
 
+    def names(self, policies: Collection[str], now: float) -> set[str]:
+        """The live workers that serve all of these policies."""
+        wanted = set(policies)
+        return {name for name, worker in self._workers.items() if self.alive(worker, now) and wanted <= worker.serves}
+
     def served_by_others(self, worker_id: str, now: float) -> list[frozenset[str]]:
         """What each other live worker serves that may have tasks."""
         return [worker.serves for worker in self._serving(now) if worker.registration.worker_id != worker_id]
@@ -129,10 +162,13 @@ class Workers:
         times = (worker.heard_at + self._silence_s for worker in self._workers.values() if self.alive(worker, now))
         return min(times, default=math.inf)
 
-    def size(self, now: float) -> float:
-        """The live pool in the balance rule's unit: its GPUs, or its workers where there are none."""
-        alive = [worker.registration for worker in self._workers.values() if self.alive(worker, now)]
-        return sum(registration.gpus for registration in alive) or float(len(alive))
+    def pools(self, now: float) -> list[Pool]:
+        """The pools of the live workers, by name."""
+        pools: dict[str, list[Worker]] = {}
+        for worker in self._workers.values():
+            if self.alive(worker, now):
+                pools.setdefault(worker.registration.pool, []).append(worker)
+        return [Pool.of(name, workers) for name, workers in sorted(pools.items())]
 
     def statuses(self, now: float) -> tuple[WorkerStatus, ...]:
         return tuple(worker.status(now, self.alive(worker, now)) for worker in self._workers.values())

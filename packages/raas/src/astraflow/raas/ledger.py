@@ -72,6 +72,11 @@ class Ledger:
         """Samples that may still be taken on; at most 0 when full."""
         return self._capacity - self._samples
 
+    @property
+    def pinned(self) -> bool:
+        """Is any task held that must run at certain versions?"""
+        return any(held.task.pinned for held in self._held.values())
+
     def task_ids(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(task_id for task_id, _ in self._held))
 

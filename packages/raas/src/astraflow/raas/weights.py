@@ -1,4 +1,5 @@
-"""Keeps every engine at its policy's newest version: pulled while the old one serves, swapped in at once.
+"""Keeps every engine at its policy's newest version, or at one it is pinned to: pulled while the old one serves,
+swapped in at once.
 
 Invariants: one policy's slow or broken pull never holds up another's; a pull that fails leaves the old weights serving
 and is tried again; between two updates of a policy pass at least `min_update_s` seconds.
@@ -6,14 +7,14 @@ and is tried again; between two updates of a policy pass at least `min_update_s`
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 
 import anyio
 import structlog
 
 from astraflow.dataflow import DataflowService, Policies, PolicyVersion, WatchRequest
-from astraflow.weightsync import Puller, PullReport, Sink, TransferMode, WeightSyncError, open_store
+from astraflow.weightsync import Puller, PullReport, Sink, TransferMode, VersionGone, WeightSyncError, open_store
 
 from .interface import Engine
 from .patience import persist
@@ -36,6 +37,9 @@ class PolicyWeights:
         self.model_id = model_id
         self.engine = engine
         self.wanted: PolicyVersion | None = None
+        self.pinned: PolicyVersion | None = None
+        self.gone = False
+        """What it is pinned to is not to be had any more."""
         self.news = anyio.Event()
         self.full_bytes = 0
         self.delta_bytes = 0
@@ -51,7 +55,9 @@ class PolicyWeights:
 
     @property
     def current(self) -> bool:
-        """Does the engine hold what is wanted?"""
+        """Does the engine hold what it should, as far as that is to be had?"""
+        if self.pinned is not None:
+            return self.gone or self.holds(self.pinned)
         if self.wanted is None:
             return True
         state = self.sink.state()
@@ -65,23 +71,37 @@ class PolicyWeights:
         abandoned = self.wanted is not None and self.sink.state().incarnation < self.wanted.incarnation
         return self.engine.version >= version and not abandoned
 
+    def holds(self, version: PolicyVersion) -> bool:
+        """Does the engine hold exactly this version?"""
+        state = self.sink.state()
+        return bool(state.digest) and (state.incarnation, state.version) == (version.incarnation, version.version)
+
+    def pin(self, version: PolicyVersion | None) -> None:
+        """Stay at this version, or follow the newest again."""
+        if version != self.pinned:
+            self.pinned, self.gone = version, False
+            self.news.set()
+
     def want(self, version: PolicyVersion) -> None:
         if version != self.wanted:
             self.wanted = version
             self.news.set()
 
     async def update(self) -> bool:
-        """Pull the newest version and swap it in; False if the source has nothing newer yet.
+        """Pull the newest version, or the one it is pinned to, and swap it in; False if the source does not have it
+        yet.
 
         Raises:
+            VersionGone: the source does not have the version it is pinned to any more; nothing changed.
             WeightSyncError: what the source holds could not be verified; nothing changed.
             OSError: the source could not be read; nothing changed.
         """
-        assert self.wanted is not None
-        if self._puller is None or self._source != self.wanted.weights:
-            self._source = self.wanted.weights
+        target = self.pinned or self.wanted
+        assert target is not None
+        if self._puller is None or self._source != target.weights:
+            self._source = target.weights
             self._puller = Puller(open_store(self._source), self.sink, mode=self._transfer)
-        staged = await self._puller.stage()
+        staged = await self._puller.stage((target.incarnation, target.version) if self.pinned else None)
         if staged is None:
             return False
         reports: list[PullReport] = []
@@ -147,6 +167,30 @@ class WeightWatcher:
         while not all(policy.serves(version) for policy, version in wanted):
             await self._updated.wait()
 
+    def pin(self, versions: Iterable[PolicyVersion]) -> bool:
+        """Stay at exactly these versions until `release`; False if it stays at others already."""
+        named = {version.model_id: version for version in versions if version.model_id in self._policies}
+        pinned = {name: policy.pinned for name, policy in self._policies.items() if policy.pinned is not None}
+        if pinned and pinned != named:
+            return False
+        for name, version in named.items():
+            self._policies[name].pin(version)
+        return True
+
+    def release(self) -> None:
+        """Follow the newest versions again."""
+        for policy in self._policies.values():
+            policy.pin(None)
+
+    async def exactly(self, versions: Iterable[PolicyVersion]) -> bool:
+        """Wait until the engines serve exactly these versions, which they are pinned to; False if they never will."""
+        wanted = [(self._policies[version.model_id], version) for version in versions]
+        while not all(policy.holds(version) for policy, version in wanted):
+            if any(policy.gone or policy.pinned != version for policy, version in wanted):
+                return False
+            await self._updated.wait()
+        return True
+
     async def initial(self) -> None:
         """Bring every policy that has a published version to it before the worker takes work.
 
@@ -206,6 +250,11 @@ class WeightWatcher:
         """One pull; returns whether the engine has other weights now."""
         try:
             done = await policy.update()
+        except VersionGone as error:
+            log.warning("pinned_version_gone", policy=policy.model_id, serving=policy.engine.version, error=str(error))
+            policy.gone = policy.pinned is not None
+            self._tell()
+            return False
         except (WeightSyncError, OSError) as error:
             log.warning(
                 "pull_failed",
@@ -215,6 +264,10 @@ class WeightWatcher:
             )
             return False
         if done:
-            self._updated.set()
-            self._updated = anyio.Event()
+            self._tell()
         return done
+
+    def _tell(self) -> None:
+        """Whoever waits for versions looks again."""
+        self._updated.set()
+        self._updated = anyio.Event()

@@ -124,6 +124,7 @@ class Worker:
             patience_s=config.patience_s,
         )
         self._failures = 0
+        self._declined: set[str] = set()
         self._leaving = anyio.Event()
         self._finished = False
         self._reported = WorkerStats()
@@ -194,6 +195,7 @@ class Worker:
                     self._finish()
                 for task in reply.tasks:
                     self._take(task, rollouts)
+                self._release()
                 await anyio.sleep(NEXT_LEASE_S)
 
     async def _cancel_when_leaving(self, scope: anyio.CancelScope) -> None:
@@ -212,7 +214,15 @@ class Worker:
     def _take(self, task: RolloutTask, rollouts: TaskGroup) -> None:
         held = Held(task, anyio.current_time())
         self._ledger.take(held)
-        rollouts.start_soon(self._run_task, held)
+        if task.pinned and not self._weights.pin(task.pinned):
+            self._declined.add(task.task_id)
+        else:
+            rollouts.start_soon(self._run_task, held)
+
+    def _release(self) -> None:
+        """Follow the newest weights, unless a task is held that needs others."""
+        if not self._ledger.pinned:
+            self._weights.release()
 
     async def _run_task(self, held: Held) -> None:
         with held.scope:
@@ -244,6 +254,9 @@ class Worker:
         incarnations: dict[str, int] = {}
         with meter.scope as queue:
             await self._weights.at_least(task.min_versions)
+            if not await self._weights.exactly(task.pinned):
+                self._declined.add(task.task_id)
+                return
             await self._running.acquire()
         if queue.cancel_called:
             if not queue.cancelled_caught:
@@ -315,23 +328,28 @@ class Worker:
             for task_id in reply.cancel:
                 if self._ledger.drop(task_id):
                     log.info("task_cancelled", task_id=task_id)
+            self._release()
             if not reply.known:
                 await self._register()
             if reply.finished:
                 self._finish()
 
     async def _beat(self, leaving: bool = False) -> HeartbeatReply:
-        totals = self._totals()
+        totals, declined = self._totals(), tuple(self._declined)
         reply = await self._dataflow.heartbeat(
             Heartbeat(
                 worker_id=self._config.worker_id,
                 tasks=self._ledger.task_ids(),
                 progress=self._ledger.progress(anyio.current_time()),
+                declined=declined,
                 stats=since(self._reported, totals),
                 leaving=leaving,
             )
         )
         self._reported = totals
+        for task_id in declined:
+            self._declined.discard(task_id)
+            self._ledger.drop(task_id)
         return reply
 
     async def _farewell(self) -> None:

@@ -132,9 +132,7 @@ class Driver:
         if not self._suites or self._stopping.is_set():
             return None
         self.stage = f"evaluating ({label} training)"
-        status = await self._status()
-        versions = {p.model_id: p.version for p in status.policies}
-        await self._dataflow.evaluate(EvaluateRequest(label=label, suites=self._suites, min_versions=versions))
+        await self._dataflow.evaluate(EvaluateRequest(label=label, suites=self._suites))
         while not self._stopping.is_set():
             evaluation = await self._dataflow.evaluation(EvaluationQuery(label=label, wait_s=0.5))
             if evaluation.finished:

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import structlog
 
-from astraflow.dataflow import RolloutGroup, StepReport
+from astraflow.dataflow import Evaluation, RolloutGroup, StepReport
 
 from .config import ConfigError, RunConfig, to_toml
 
@@ -158,6 +158,10 @@ class RunWriter:
     def on_step(self, report: StepReport) -> None:
         record = msgspec.to_builtins(report)
         self._put({"kind": "step", **record.pop("metrics"), **record})
+
+    def on_evaluation(self, evaluation: Evaluation) -> None:
+        suites = [msgspec.structs.replace(suite, examples=()) for suite in evaluation.suites]
+        self._put({"kind": "evaluation", "label": evaluation.label, "suites": msgspec.to_builtins(suites)})
 
     def metrics(self, kind: str, **values: object) -> None:
         """Append one line of other metrics."""

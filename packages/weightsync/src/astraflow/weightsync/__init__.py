@@ -19,6 +19,7 @@ from .interface import (
     Tensors,
     TensorSpec,
     TransferMode,
+    VersionGone,
     WeightSyncError,
     WrongBase,
 )
@@ -74,6 +75,7 @@ __all__ = [
     "TorchChannel",
     "TransferMode",
     "Verification",
+    "VersionGone",
     "VersionInfo",
     "WeightSyncError",
     "WrongBase",

@@ -40,6 +40,10 @@ class WrongBase(WeightSyncError):
     """A delta was to be applied to other weights than its base: nothing was written."""
 
 
+class VersionGone(WeightSyncError):
+    """The version asked for is not in the store any more: nothing was written."""
+
+
 class StaleIncarnation(WeightSyncError):
     """A publisher of an older incarnation tried to move HEAD: another has taken its place."""
 

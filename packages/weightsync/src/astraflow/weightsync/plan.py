@@ -5,7 +5,9 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import NamedTuple
 
-from .interface import CorruptVersion, PullKind, SinkState, TransferMode
+import msgspec
+
+from .interface import CorruptVersion, PullKind, SinkState, TransferMode, VersionGone
 from .manifest import Head, VersionRef
 
 
@@ -39,17 +41,37 @@ class Path(NamedTuple):
         return sum(ref.delta_bytes for ref in self.deltas)
 
 
-def choose(head: Head, state: SinkState, mode: TransferMode, interval: int, *, full: bool = False) -> Path | None:
+def at(head: Head, named: tuple[int, int]) -> Head | None:
+    """HEAD as it was when `named` (incarnation, version) was the newest version; None while it is yet to come.
+
+    Raises:
+        VersionGone: HEAD does not name it any more.
+    """
+    newest = (head.newest.incarnation, head.newest.version)
+    for behind, ref in enumerate(head.versions):
+        if (ref.incarnation, ref.version) == named:
+            return msgspec.structs.replace(head, versions=head.versions[behind:])
+    if named > newest:
+        return None
+    raise VersionGone(
+        f"version {named[1]} of incarnation {named[0]} is not named by HEAD any more, which goes from version "
+        f"{head.versions[-1].version} to {newest[1]} of incarnation {newest[0]}"
+    )
+
+
+def choose(
+    head: Head, state: SinkState, mode: TransferMode, interval: int, *, full: bool = False, back: bool = False
+) -> Path | None:
     """The path from what the sink holds to the newest version; None if it holds that.
 
     `auto`: the fewest bytes among the chain of deltas and anchor + chain. `published` (worker's version l): full if
     there is no delta, if the sink holds no verified version, if `interval` > 0 and (l + 1) mod `interval` = 0, or if
     the newest delta's base is not what the sink holds; else that delta. Bases match by digest. `full` forces anchor +
-    chain, for a sink whose bytes are not what it says. Raises CorruptVersion if `head` has no such path, or is older
-    than what the sink holds, as a stale copy of it would be.
+    chain, for a sink whose bytes are not what it says. Raises CorruptVersion if `head` has no such path, or, unless it
+    is to go `back`, is older than what the sink holds, as a stale copy of it would be.
     """
     newest = head.newest
-    if state.digest and (newest.incarnation, newest.version) < (state.incarnation, state.version):
+    if not back and state.digest and (newest.incarnation, newest.version) < (state.incarnation, state.version):
         raise CorruptVersion(
             f"HEAD ends with version {newest.version} of incarnation {newest.incarnation}, but version {state.version} "
             f"of incarnation {state.incarnation} is here: it is a stale copy, or of another stream"

@@ -19,7 +19,7 @@ from .interface import CorruptVersion, PullReport, Sink, SinkState, Store, Trans
 from .layout import dense_bytes
 from .leases import lease
 from .manifest import HEAD, Head, decode_head
-from .plan import Path, choose
+from .plan import Path, at, choose
 from .staging import stage
 
 log = structlog.get_logger(__name__)
@@ -108,18 +108,20 @@ class Puller:
         self._staged: Staged | None = None
         self._busy = anyio.Lock()
 
-    async def stage(self) -> Staged | None:
-        """Prepare the newest version; None if the sink holds it or nothing is published yet.
+    async def stage(self, wanted: tuple[int, int] | None = None) -> Staged | None:
+        """Prepare the newest version, or the `wanted` one (incarnation, version); None if the sink holds it or it is
+        not published yet.
 
         An earlier `Staged` that has not ended is aborted. Raises CorruptVersion or WrongBase: the old weights stay,
-        and the next call takes the full path. Cancellation leaves the old weights.
+        and the next call takes the full path; VersionGone if the store no longer has the wanted one. Cancellation
+        leaves the old weights.
         """
         async with self._busy:
             await anyio.to_thread.run_sync(self._drop)
             started = time.perf_counter()
             for _ in range(_ATTEMPTS):
                 head = await anyio.to_thread.run_sync(self._head)
-                path = await anyio.to_thread.run_sync(self._choose, head)
+                path = await anyio.to_thread.run_sync(self._choose, head, wanted)
                 if path is None:
                     return None
                 async with lease(self._store, path.versions):
@@ -149,10 +151,12 @@ class Puller:
         except FileNotFoundError:
             return None
 
-    def _choose(self, head: Head | None) -> Path | None:
-        if head is None:
+    def _choose(self, head: Head | None, wanted: tuple[int, int] | None) -> Path | None:
+        target = at(head, wanted) if head is not None and wanted is not None else head
+        if target is None:
             return None
-        return choose(head, self._sink.state(), self._mode, self._interval, full=self._distrust)
+        back = wanted is not None
+        return choose(target, self._sink.state(), self._mode, self._interval, full=self._distrust, back=back)
 
     async def _attempt(self, path: Path) -> Assembler | None:
         """What was staged; None if it was removed meanwhile."""
