@@ -95,6 +95,9 @@ class ArraySink:
     def begin(self, layout: Sequence[TensorSpec]) -> None:
         self._staged = self.values.copy()
 
+    def room(self, name: str, offset: int, length: int) -> NDArray[np.uint8] | None:
+        return None
+
     def stage_dense(self, name: str, offset: int, data: NDArray[np.uint8]) -> None:
         assert self._staged is not None
         self._staged.view(np.uint8)[offset : offset + data.size] = data

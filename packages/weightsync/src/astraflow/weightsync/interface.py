@@ -238,6 +238,11 @@ class Sink(Protocol):
         """Raises CorruptVersion if the layout is not what this sink can hold."""
         ...
 
+    def room(self, name: str, offset: int, length: int) -> Bytes | None:
+        """Where to make that frame, which then is staged from there: memory that becomes current at `commit`. None:
+        anywhere."""
+        ...
+
     def stage_dense(self, name: str, offset: int, data: Bytes) -> None:
         """Bytes [offset, offset + len) of a tensor become `data`."""
         ...

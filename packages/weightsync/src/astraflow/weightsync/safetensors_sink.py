@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,9 +20,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from .files import in_use, read_into, sync_directory, write_all, write_atomically
+from .files import sync_directory, write_atomically
 from .interface import Bytes, CorruptVersion, SinkState, TensorSpec
 from .layout import INDEX, check_layout
+from .open_file import OpenFile
 from .safetensors_files import Files, split
 
 _STATE = "state.msgpack"
@@ -64,8 +65,8 @@ class SafetensorsSink:
         self._state = SinkState()
         self._current: Files | None = None
         self._staged: Files | None = None
-        self._reading: list[int] = []
-        self._writing: list[int] = []
+        self._reading: list[OpenFile] = []
+        self._writing: list[OpenFile] = []
         if self._link.is_symlink():
             self._load(self._root / self._link.readlink())
 
@@ -76,22 +77,32 @@ class SafetensorsSink:
         if self._current is None or not self._reading:
             raise CorruptVersion(f"{self._root} holds no weights that a delta could start from")
         number, position = self._current.where(name, offset)
-        if read_into(self._reading[number], into.data, position) != len(into):
-            raise CorruptVersion(f"{self._current.paths[number]} is shorter than its tensors")
-        return into
+        try:
+            return self._reading[number].read(position, into)
+        except EOFError as error:
+            raise CorruptVersion(f"{self._current.paths[number]} is shorter than its tensors") from error
+
+    def room(self, name: str, offset: int, length: int) -> Bytes | None:
+        assert self._staged is not None
+        number, position = self._staged.where(name, offset)
+        return self._writing[number].room(position, length)
 
     def begin(self, layout: Sequence[TensorSpec]) -> None:
         self.abort()
         if self._current is not None and self._current.layout == tuple(layout):
             parts: Sequence[Sequence[int]] = self._current.parts
-            self._reading = [os.open(path, os.O_RDONLY) for path in self._current.paths]
+            self._read_current(self._current)
         else:
             parts = split(layout, self._file_bytes)
+            self._reading = _closed(self._reading)
         staged = Files(self._next, layout, parts)
         self._clear()
+        older, self._writing = self._writing, []
         for path, header, size in zip(staged.paths, staged.headers, staged.sizes, strict=True):
-            self._writing.append(self._open(path, size))
-            write_all(self._writing[-1], header, 0)
+            file = self._open(path, size, older)
+            self._writing.append(file)
+            file.write(0, np.frombuffer(header, np.uint8))
+        _closed(file for file in older if file not in self._writing)
         if len(staged.paths) > 1:
             write_atomically(self._next / INDEX, [staged.index()])
         self._copy_beside()
@@ -100,14 +111,14 @@ class SafetensorsSink:
     def stage_dense(self, name: str, offset: int, data: Bytes) -> None:
         assert self._staged is not None
         number, position = self._staged.where(name, offset)
-        write_all(self._writing[number], data.data, position)
+        self._writing[number].write(position, data)
 
     def stage_sparse(self, name: str, offset: int, itemsize: int, index: NDArray[np.int64], data: Bytes) -> None:
         raise AssertionError("this sink is given whole frames")
 
     def seal(self) -> None:
-        for descriptor in self._writing:
-            os.fsync(descriptor)
+        for file in self._writing:
+            file.sync()
 
     def commit(self, state: SinkState) -> None:
         staged = self._staged
@@ -123,15 +134,22 @@ class SafetensorsSink:
         temporary.symlink_to(other.name)
         os.rename(temporary, self._link)
         self._current, self._state = Files(other, staged.layout, staged.parts), state
+        self._reading, self._writing = self._writing, self._reading
         self.abort()
         with suppress(OSError):  # it is published; that a power cut could take it back is no reason to say otherwise
             sync_directory(self._root)
 
     def abort(self) -> None:
-        """What was staged stays on disk, unnamed, until the next `begin`."""
-        for descriptor in (*self._reading, *self._writing):
-            os.close(descriptor)
-        self._reading, self._writing, self._staged = [], [], None
+        """What was staged stays on disk, unnamed, and open, until the next `begin`."""
+        self._staged = None
+
+    def _read_current(self, current: Files) -> None:
+        """The files of the served version are open."""
+        if len(self._reading) != len(current.paths):
+            _closed(self._reading)
+            self._reading = [OpenFile(path, size) for path, size in zip(current.paths, current.sizes, strict=True)]
+        for file in self._reading:
+            file.map()
 
     def _other(self) -> str:
         return "b" if self._current is not None and self._current.directory.name == "a" else "a"
@@ -150,17 +168,16 @@ class SafetensorsSink:
             if path.suffix != ".safetensors":
                 path.unlink()
 
-    def _open(self, path: Path, size: int) -> int:
+    def _open(self, path: Path, size: int, older: Sequence[OpenFile]) -> OpenFile:
         """For writing: the file that is there, if it is of this size and nobody else has it, else a new one."""
         if path.exists():
-            descriptor = os.open(path, os.O_RDWR)
-            if os.fstat(descriptor).st_size == size and not in_use(descriptor):
-                return descriptor
-            os.close(descriptor)
+            file = next((file for file in older if file.is_at(path)), None) or OpenFile(path, size)
+            if file.is_free(size):
+                file.map()
+                return file
+            file.close()
             path.unlink()
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
-        os.truncate(descriptor, size)
-        return descriptor
+        return OpenFile(path, size, new=True)
 
     def _copy_beside(self) -> None:
         if self._beside is not None:
@@ -185,3 +202,10 @@ class SafetensorsSink:
         except (FileNotFoundError, msgspec.DecodeError, IndexError) as error:
             raise CorruptVersion(f"{self._link} holds no weights of ours ({error}); remove it to pull anew") from error
         self._current, self._state = held, record.state
+
+
+def _closed(files: Iterable[OpenFile]) -> list[OpenFile]:
+    """None of them."""
+    for file in files:
+        file.close()
+    return []

@@ -55,7 +55,8 @@ def _stage_group(assembler: Assembler, sink: Sink, scratch: _Scratch, group: ran
 def _stage_frame(assembler: Assembler, sink: Sink, position: int, spans: list[Spans], room: Bytes) -> None:
     frame = assembler.frames[position]
     spec = assembler.layout[frame.tensor]
-    change = assembler.change(position, spans, sink, room[: frame.length])
+    own = sink.room(spec.name, frame.offset, frame.length)
+    change = assembler.change(position, spans, sink, room[: frame.length] if own is None else own)
     if change is None:
         return
     with assembler.seconds.of("apply"):

@@ -158,6 +158,9 @@ class TensorSink:
             raise CorruptVersion(f"the published tensors are not those of this sink: {told}")
         self._tied = [names for names in reached.values() if len(names) > 1]
 
+    def room(self, name: str, offset: int, length: int) -> Bytes | None:
+        return None
+
     def stage_dense(self, name: str, offset: int, data: Bytes) -> None:
         """Compared with the live bytes, so that a full pull of nearly the same weights commits as fast as a delta."""
         itemsize = ITEMSIZE[self._specs[name].dtype]
