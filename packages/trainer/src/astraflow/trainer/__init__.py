@@ -13,6 +13,7 @@ from .interface import (
     PolicySpec,
     PublishesItself,
     PublishTarget,
+    SavesAside,
     StepResult,
     TrainerBackend,
 )
@@ -36,6 +37,7 @@ __all__ = [
     "PolicySpec",
     "PublishTarget",
     "PublishesItself",
+    "SavesAside",
     "StepResult",
     "TrainSummary",
     "TrainerBackend",

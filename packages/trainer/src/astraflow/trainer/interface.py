@@ -10,7 +10,7 @@ owns the model, the optimiser and the arithmetic. Invariants a backend keeps:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -72,6 +72,15 @@ class PublishesItself(Protocol):
 
     def stop(self) -> None:
         """No call follows."""
+        ...
+
+
+@runtime_checkable
+class SavesAside(Protocol):
+    """A backend that goes on training while its checkpoint is written."""
+
+    def snapshot(self) -> Callable[[Path], None]:
+        """A copy in memory of what `save` would write; the function returned writes it, in another thread."""
         ...
 
 

@@ -1,9 +1,10 @@
 """The training loop of one policy: attach, then batch -> step -> publish -> report, with checkpoints in between.
 
-The loop owns the order of things and no arithmetic. Invariants: the policy's version is the number of batches trained;
-workers can pull a version before it is announced; a batch counts as consumed from the moment its step ended, and the
-next checkpoint says so; a batch is committed only after a checkpoint that has it is durable. All blocking work runs in
-a thread, one call at a time.
+The loop owns the order of things and no arithmetic. While a step runs, the next batch is fetched, the weights of the
+last one are published from a copy, and a checkpoint is written from another. Invariants: the policy's version is the
+number of batches trained; workers can pull a version before it is announced; versions are announced in order; a batch
+counts as consumed from the moment its step ended, and the next checkpoint says so; a batch is committed only after a
+checkpoint that has it is durable. The backend is called from one thread at a time.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -29,11 +31,12 @@ from astraflow.dataflow import (
     StepReport,
     TrainBatch,
 )
-from astraflow.weightsync import Publisher, PublishReport, Store
+from astraflow.weightsync import Publisher, PublishReport, Store, Tensors
 
+from .ahead import Ahead
 from .checkpoint import Checkpoint, CheckpointMeta, latest_checkpoint, save_checkpoint, write_directory
 from .config import TrainerConfig
-from .interface import BadBatch, PolicySpec, PublishesItself, PublishTarget, TrainerBackend
+from .interface import BadBatch, PolicySpec, PublishesItself, PublishTarget, SavesAside, TrainerBackend
 from .launch import world
 from .registry import load_backend
 
@@ -47,6 +50,8 @@ _CONSTRUCTING = threading.Lock()
 
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
+
+Publish = Callable[[Tensors, int], Awaitable[PublishReport]]
 
 
 class TrainSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -158,6 +163,14 @@ class _Work:
         return await anyio.to_thread.run_sync(call, limiter=self._limiter)
 
 
+class _Beside(NamedTuple):
+    """What goes on beside a step."""
+
+    batch: Ahead[TrainBatch | None]
+    publication: Ahead[None]
+    checkpoint: Ahead[None]
+
+
 class _Loop:
     """One policy's progress. `version` and `consumed` change together, right after a step's thread has ended."""
 
@@ -166,6 +179,7 @@ class _Loop:
     ) -> None:
         self._spec, self._config = spec, config
         self._dataflow, self._work, self._backend = dataflow, work, backend
+        self._saving = _Work()
         self._incarnation = 0
         self._saved_version = -1
         self._checkpoint = Path(spec.directory)
@@ -190,15 +204,29 @@ class _Loop:
             stream=self._spec.model_id, incarnation=self._incarnation, anchor_every=self._config.anchor_every
         )
         publish = self._publisher(store, target)
-        await self._publish(publish, store.url)
+        await self._announce(publish, await self._weights(), self.version, store.url)
+        failure: Exception | None = None
+        async with anyio.create_task_group() as tasks:
+            try:
+                await self._steps(_Beside(Ahead(tasks), Ahead(tasks), Ahead(tasks)), publish, store.url)
+            except Exception as error:  # to be raised as it is, and not as a group of one
+                failure = error
+            tasks.cancel_scope.cancel()
+        if failure is not None:
+            raise failure
+
+    async def _steps(self, beside: _Beside, publish: Publish, url: str) -> None:
+        """Train until finished; the next batch comes, the last weights go out and a checkpoint is written meanwhile."""
+        beside.batch.begin(partial(self._next_batch, self.version))
         while True:
             waiting = time.perf_counter()
-            batch = await self._next_batch()
+            batch = await beside.batch.take()
             if batch is None:
-                return
+                break
             stepping = time.perf_counter()
-            result = await self._work.run(lambda batch=batch: self._step(batch))  # type: ignore[misc]
-            await self._publish(publish, store.url)
+            beside.batch.begin(partial(self._next_batch, batch.version + 1))
+            metrics = await self._work.run(partial(self._step, batch))
+            weights = await self._weights()
             report = StepReport(
                 model_id=self._spec.model_id,
                 incarnation=self._incarnation,
@@ -206,33 +234,59 @@ class _Loop:
                 batch_id=batch.batch_id,
                 wait_s=stepping - waiting,
                 step_s=time.perf_counter() - stepping,
-                metrics=result,
+                metrics=metrics,
             )
-            with anyio.fail_after(CALL_S):
-                await self._dataflow.report(report)
+            await beside.publication.take()
+            announced = anyio.Event()
+            beside.publication.begin(partial(self._tell, publish, weights, url, report, announced))
+            if isinstance(self._backend, PublishesItself):  # its ranks do one thing at a time
+                await beside.publication.take()
             every = self._config.checkpoint_every
             if every and self.version % every == 0:
-                await self.save()
-                await self._commit()
+                await beside.checkpoint.take()
+                await self._checkpoint_beside(beside.checkpoint, announced)
+        await beside.publication.take()
+        await beside.checkpoint.take()
+
+    async def _checkpoint_beside(self, checkpoint: Ahead[None], announced: anyio.Event) -> None:
+        """Save and commit; a backend that can say what to write goes on training while it is written."""
+        meta = self._meta()
+        write = self._backend.save
+        if isinstance(self._backend, SavesAside):
+            write = await self._work.run(self._backend.snapshot)
+        checkpoint.begin(partial(self._save_and_commit, meta, write, announced))
+        if not isinstance(self._backend, SavesAside):  # waits for the announcement too, which never waits for this
+            await checkpoint.take()
+
+    async def _save_and_commit(
+        self, meta: CheckpointMeta, write: Callable[[Path], None], announced: anyio.Event
+    ) -> None:
+        await self._write(meta, write)
+        await announced.wait()
+        request = CommitRequest(model_id=self._spec.model_id, incarnation=self._incarnation, version=meta.version)
+        with anyio.fail_after(CALL_S):
+            await self._dataflow.commit(request)
 
     async def save(self) -> Path:
         """Checkpoint the current version, unless that is already on disk."""
         if self.version != self._saved_version:
-            meta = CheckpointMeta(
-                model_id=self._spec.model_id,
-                version=self.version,
-                consumed=self.consumed,
-                incarnation=self._incarnation,
-            )
-            root, keep = Path(self._spec.directory), self._config.keep_checkpoints
-            saved = await self._work.run(lambda: save_checkpoint(root, meta, self._backend.save, keep=keep))
-            self._saved_version, self._checkpoint = meta.version, saved.directory
+            await self._write(self._meta(), self._backend.save)
         return self._checkpoint
 
-    async def _next_batch(self) -> TrainBatch | None:
-        """The batch that makes the next version; None when the run is finished."""
+    def _meta(self) -> CheckpointMeta:
+        return CheckpointMeta(
+            model_id=self._spec.model_id, version=self.version, consumed=self.consumed, incarnation=self._incarnation
+        )
+
+    async def _write(self, meta: CheckpointMeta, write: Callable[[Path], None]) -> None:
+        root, keep = Path(self._spec.directory), self._config.keep_checkpoints
+        saved = await self._saving.run(lambda: save_checkpoint(root, meta, write, keep=keep))
+        self._saved_version, self._checkpoint = meta.version, saved.directory
+
+    async def _next_batch(self, version: int) -> TrainBatch | None:
+        """The batch that makes `version` + 1; None when the run is finished."""
         request = BatchRequest(
-            model_id=self._spec.model_id, incarnation=self._incarnation, version=self.version, wait_s=POLL_S
+            model_id=self._spec.model_id, incarnation=self._incarnation, version=version, wait_s=POLL_S
         )
         while True:
             with anyio.fail_after(POLL_S + CALL_S):
@@ -255,25 +309,34 @@ class _Loop:
         self.skipped += int(metrics.get("skipped", 0))
         return metrics
 
-    def _publisher(self, store: Store, target: PublishTarget) -> Callable[[], Awaitable[PublishReport]]:
+    def _publisher(self, store: Store, target: PublishTarget) -> Publish:
         backend = self._backend
         if isinstance(backend, PublishesItself):
-            return lambda: backend.publish(target, self.version)
+            return lambda _, version: backend.publish(target, version)
         publisher = Publisher(
             store, stream=target.stream, incarnation=target.incarnation, anchor_every=target.anchor_every
         )
+        return publisher.publish
 
-        async def publish() -> PublishReport:
-            weights = await self._work.run(self._backend.weights)
-            return await publisher.publish(weights, self.version)
+    async def _weights(self) -> Tensors:
+        """A copy, which the next step does not change while it is published; nothing where the backend publishes."""
+        if isinstance(self._backend, PublishesItself):
+            return {}
+        return await self._work.run(lambda: {name: _copy(tensor) for name, tensor in self._backend.weights().items()})
 
-        return publish
+    async def _tell(
+        self, publish: Publish, weights: Tensors, url: str, report: StepReport, announced: anyio.Event
+    ) -> None:
+        await self._announce(publish, weights, report.version, url)
+        with anyio.fail_after(CALL_S):
+            await self._dataflow.report(report)
+        announced.set()
 
-    async def _publish(self, publish: Callable[[], Awaitable[PublishReport]], url: str) -> None:
-        published = await publish()
+    async def _announce(self, publish: Publish, weights: Tensors, version: int, url: str) -> None:
+        published = await publish(weights, version)
         announcement = PolicyVersion(
             model_id=self._spec.model_id,
-            version=self.version,
+            version=version,
             incarnation=self._incarnation,
             weights=url,
             digest=published.digest,
@@ -281,7 +344,7 @@ class _Loop:
         with anyio.fail_after(CALL_S):
             await self._dataflow.publish(announcement)
 
-    async def _commit(self) -> None:
-        request = CommitRequest(model_id=self._spec.model_id, incarnation=self._incarnation, version=self.version)
-        with anyio.fail_after(CALL_S):
-            await self._dataflow.commit(request)
+
+def _copy(tensor: Any) -> Any:
+    """Of a torch tensor or a numpy array."""
+    return tensor.clone() if hasattr(tensor, "clone") else tensor.copy()

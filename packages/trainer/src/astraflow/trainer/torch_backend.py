@@ -12,7 +12,7 @@ so that advantages, ranges and figures are computed from the whole mini-batch on
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -91,9 +91,12 @@ class TorchBackend:
         return self._learner.pieces()
 
     def save(self, directory: Path, /) -> None:
-        critic = self._critic.state() if self._critic else {}
-        state = self._learner.state() | critic
-        write_state(directory, state, self._learner.spans(), self.ranks.rank, self.ranks.size)
+        write_state(directory, self._state(), self._learner.spans(), self.ranks.rank, self.ranks.size)
+
+    def snapshot(self) -> Callable[[Path], None]:
+        state = {name: tensor.to("cpu", copy=True) for name, tensor in self._state().items()}
+        spans, rank, size = self._learner.spans(), self.ranks.rank, self.ranks.size
+        return lambda directory: write_state(directory, state, spans, rank, size)
 
     def load(self, directory: Path, /) -> None:
         spans = self._learner.spans()
@@ -124,6 +127,9 @@ class TorchBackend:
     @property
     def learner(self) -> Learner:
         return self._learner
+
+    def _state(self) -> dict[str, Tensor]:
+        return self._learner.state() | (self._critic.state() if self._critic else {})
 
     def _columns(self, samples: Sequence[Example], record: StepRecord) -> Columns:
         """What the losses of all mini-batches need, from the models as they are before the first step.
