@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from astraflow.trainer import CheckpointMeta, latest_checkpoint, save_checkpoint
@@ -77,3 +78,13 @@ def test_a_version_saved_again_replaces_the_abandoned_one_and_what_followed_it(t
     assert found.meta.version == 2
     assert not (found.directory / "weights").exists()
     assert versions(tmp_path) == ["version-00000001", "version-00000002"]
+
+
+def test_the_best_is_kept_beside_the_newest(tmp_path: Path) -> None:
+    scores = {1: 0.2, 2: 0.9, 3: 0.5, 4: 0.4, 5: None}
+    for version, score in scores.items():
+        save_checkpoint(tmp_path, msgspec.structs.replace(meta(version), score=score), fill, keep=2)
+    assert versions(tmp_path) == ["version-00000002", "version-00000004", "version-00000005"]
+    found = latest_checkpoint(tmp_path)
+    assert found is not None
+    assert found.meta.version == 5

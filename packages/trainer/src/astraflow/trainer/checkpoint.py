@@ -21,12 +21,14 @@ TEMPORARY = ".tmp-"
 
 
 class CheckpointMeta(msgspec.Struct, frozen=True, kw_only=True):
-    """What the loop needs to go on: `consumed` are the ids of the batches trained so far, in order."""
+    """What the loop needs to go on: `consumed` are the ids of the batches trained so far, in order;
+    `score` is what the best checkpoint is known by."""
 
     model_id: str
     version: int
     consumed: tuple[str, ...]
     incarnation: int
+    score: float | None = None
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,7 +39,8 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def save_checkpoint(root: Path, meta: CheckpointMeta, write: Callable[[Path], None], *, keep: int) -> Checkpoint:
-    """Let `write` fill a directory, make it durable as the newest checkpoint and remove all but the last `keep`.
+    """Let `write` fill a directory, make it durable as the newest checkpoint and remove all but the last `keep` and
+    the one of the highest score.
 
     Checkpoints above `meta.version` belong to a history that was rolled back and are removed too.
     """
@@ -51,8 +54,9 @@ def save_checkpoint(root: Path, meta: CheckpointMeta, write: Callable[[Path], No
     _write_file(root / LATEST, final.name.encode())
     whole = sorted(_whole(root), key=lambda found: found.meta.version)
     older = [found for found in whole if found.meta.version <= meta.version]
+    best = max((found for found in older if found.meta.score is not None), key=_score, default=None)
     for found in whole:
-        if found not in older[-max(keep, 1) :]:
+        if found not in older[-max(keep, 1) :] and found is not best:
             shutil.rmtree(found.directory)
     return Checkpoint(directory=final, meta=meta)
 
@@ -79,6 +83,10 @@ def write_directory(final: Path, write: Callable[[Path], None]) -> None:
     temporary.rename(final)
     _sync(root)
     shutil.rmtree(root / f"{TEMPORARY}old-{final.name}", ignore_errors=True)
+
+
+def _score(found: Checkpoint) -> tuple[float, int]:
+    return found.meta.score or 0.0, found.meta.version
 
 
 def _whole(root: Path) -> list[Checkpoint]:

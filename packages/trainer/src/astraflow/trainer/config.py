@@ -72,7 +72,7 @@ class AdvantageConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OptimConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """AdamW on fp32 master weights, linear warm-up, then constant."""
+    """AdamW on fp32 master weights, linear warm-up, then a schedule."""
 
     lr: float = 1e-5
     """Learning rate."""
@@ -86,6 +86,12 @@ class OptimConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Gradients are scaled down to this global norm."""
     warmup_steps: int = 0
     """Optimiser steps over which the learning rate rises from 0."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate falls after that, to `lr_end` at `schedule_steps`."""
+    schedule_steps: int = 0
+    """Optimiser steps, warm-up included, after which the learning rate stays (linear, cosine)."""
+    lr_end: float = 0.0
+    """Learning rate at the end of the schedule."""
 
 
 class CriticConfig(OptimConfig, frozen=True, kw_only=True):
@@ -116,7 +122,9 @@ class TrainerConfig(OptimConfig, frozen=True, kw_only=True):
     checkpoint_every: int = 10
     """Versions between checkpoints (0: only at the end)."""
     keep_checkpoints: int = 2
-    """Checkpoints kept."""
+    """Newest checkpoints kept."""
+    keep_best: str = ""
+    """Keep also the one with the highest value of this metric of its step (reward_mean, …)."""
     anchor_every: int = 10
     """Versions between full publications; the others are deltas."""
 
@@ -150,6 +158,9 @@ def check(config: TrainerConfig) -> None:
         raise ValueError("loss.correction and loss.reject_low/high compare with loss.proximal: set that too")
     if loss.kl_in_reward and not loss.kl:
         raise ValueError("loss.kl_in_reward needs a loss.kl above 0")
+    for name, optim in (("", config), ("critic.", config.critic)):
+        if optim.schedule != "constant" and optim.schedule_steps <= optim.warmup_steps:
+            raise ValueError(f"{name}schedule_steps {optim.schedule_steps} must be above {name}warmup_steps")
     if config.critic.enabled and advantage.estimator != "gae":
         raise ValueError(f"critic.enabled: the estimator {advantage.estimator!r} uses no values; set gae or no critic")
     if not 0 <= advantage.gamma <= 1 or not 0 <= advantage.lam <= 1:

@@ -182,6 +182,7 @@ class _Loop:
         self._saving = _Work()
         self._incarnation = 0
         self._saved_version = -1
+        self._score: float | None = None
         self._checkpoint = Path(spec.directory)
         self.version = 0
         self.consumed: tuple[str, ...] = ()
@@ -275,7 +276,11 @@ class _Loop:
 
     def _meta(self) -> CheckpointMeta:
         return CheckpointMeta(
-            model_id=self._spec.model_id, version=self.version, consumed=self.consumed, incarnation=self._incarnation
+            model_id=self._spec.model_id,
+            version=self.version,
+            consumed=self.consumed,
+            incarnation=self._incarnation,
+            score=self._score,
         )
 
     async def _write(self, meta: CheckpointMeta, write: Callable[[Path], None]) -> None:
@@ -307,6 +312,7 @@ class _Loop:
         self.version += 1
         self.consumed = (*self.consumed, batch.batch_id)
         self.skipped += int(metrics.get("skipped", 0))
+        self._score = metrics.get(self._config.keep_best)
         return metrics
 
     def _publisher(self, store: Store, target: PublishTarget) -> Publish:

@@ -9,6 +9,7 @@ Invariant: a step with a non-finite gradient changes no weight, no moment and no
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -21,8 +22,15 @@ EPS = 1e-8
 
 
 def learning_rate(config: OptimConfig, steps: int) -> float:
-    """Of the step after `steps` steps."""
-    return config.lr * min(1.0, (steps + 1) / config.warmup_steps) if config.warmup_steps else config.lr
+    """Of the step after `steps` steps: up from 0 over the warm-up, then constant, or down to `lr_end`, straight or by
+    half a cosine."""
+    if steps < config.warmup_steps:
+        return config.lr * (steps + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return config.lr
+    progress = min(1.0, (steps - config.warmup_steps) / (config.schedule_steps - config.warmup_steps))
+    left = 1 - progress if config.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    return config.lr_end + (config.lr - config.lr_end) * left
 
 
 def adamw_step(
@@ -60,7 +68,7 @@ def adamw_step(
 
 
 class MasterAdamW:
-    """AdamW (arXiv:1711.05101) with global-norm clipping and linear warm-up, over named working parameters."""
+    """AdamW (arXiv:1711.05101) with global-norm clipping, over named working parameters."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], config: OptimConfig) -> None:
         self._config = config
