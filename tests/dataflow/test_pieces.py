@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from astraflow.dataflow import Context, RolloutGroup, RolloutTask, Sampling, TrainSample, Trajectory, pool_target
+from astraflow.dataflow import Array, Context, RolloutGroup, RolloutTask, Sampling, TrainSample, Trajectory, pool_target
 from astraflow.dataflow import wait_fraction as waiting
 from astraflow.dataflow.admission import YieldAverage, has_room
 from astraflow.dataflow.algorithms.catalogue import ORDERS
@@ -238,3 +238,9 @@ def test_histograms_show_values_or_ranges() -> None:
     assert histogram([0.0, 1.0, 0.0]) == "0 x 2, 1 x 1"
     assert histogram([]) == "none"
     assert histogram([i / 100 for i in range(100)]).count("x 10") == 10
+
+
+def test_an_array_of_another_byte_order_cannot_travel() -> None:
+    with pytest.raises(ValueError, match="dtype >i4 cannot travel"):
+        Array.of(np.arange(3, dtype=">i4"))
+    assert Array.of(np.arange(3, dtype=np.int32)).numpy().tolist() == [0, 1, 2]

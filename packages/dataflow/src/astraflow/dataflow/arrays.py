@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 DTYPES = {name: np.dtype(name) for name in ("bool", "uint8", "int32", "int64", "float32", "float64")}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class Array(msgspec.Struct, frozen=True, array_like=True):
@@ -26,11 +27,12 @@ class Array(msgspec.Struct, frozen=True, array_like=True):
         Raises:
             ValueError: the dtype is not one of `DTYPES`.
         """
-        if values.dtype.name not in DTYPES:
-            raise ValueError(f"dtype {values.dtype.name} cannot travel; use one of {sorted(DTYPES)}")
+        name = _NAMES.get(values.dtype)
+        if name is None:
+            raise ValueError(f"dtype {values.dtype} cannot travel; use one of {sorted(DTYPES)} in native byte order")
         contiguous = np.ascontiguousarray(values)
         data = contiguous.data.cast("B") if contiguous.size else memoryview(b"")
-        return cls(contiguous.dtype.name, tuple(values.shape), data)
+        return cls(name, tuple(values.shape), data)
 
     def numpy(self) -> NDArray[Any]:
         """A read-only view [shape] of dtype `dtype`.

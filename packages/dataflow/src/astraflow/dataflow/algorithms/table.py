@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 
 V = TypeVar("V")
 
-LIMIT = 1 << 20
+LIMIT = 1 << 17
 
 
 class PromptTable(Generic[V]):

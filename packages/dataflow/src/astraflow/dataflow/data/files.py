@@ -117,6 +117,7 @@ def load(path: str | list[str], name: str, split: str, streaming: bool) -> Any:
     """
     import datasets
 
+    datasets.disable_progress_bars()  # a library prints nothing
     paths = [path] if isinstance(path, str) else path
     formats = {FORMATS.get(Path(file).suffix) for file in paths}
     try:
