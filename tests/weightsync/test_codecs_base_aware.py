@@ -13,7 +13,20 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from astraflow.weightsync import CorruptVersion
-from astraflow.weightsync.codecs import GAP_XOR, L0, L2, NAMES, PLANES, RAW, Codec, Encoded, apply, encode
+from astraflow.weightsync.codecs import (
+    GAP_XOR,
+    L0,
+    L2,
+    NAMES,
+    PLANES,
+    RAW,
+    Codec,
+    Encoded,
+    apply,
+    decode,
+    encode,
+    write,
+)
 from astraflow.weightsync.codecs.order import FLOATS, add_steps, steps
 from astraflow.weightsync.layout import ITEMSIZE
 
@@ -161,6 +174,16 @@ def test_a_step_counts_representable_numbers() -> None:
     beside = np.array([0x0001, 0x8001, 0x3F81, 0xBF81], np.uint16)
     assert steps(smallest, beside).tolist() == [2, 1, 2, 1]  # up, down, up, down: zigzag
     assert steps(np.array([0x8000], np.uint16), np.array([0x0000], np.uint16)).tolist() == [2]
+
+
+@pytest.mark.parametrize("codec", ["xor", "l0", "l2"])
+def test_a_copy_is_made_on_the_way(codec: Codec) -> None:
+    old, new, made = frame(codec)
+    room = np.zeros_like(old)
+    change = decode(made.codec, made.changed, made.payload, old, "BF16", room)
+    assert np.array_equal(room, old)
+    write(change, room, "BF16")
+    assert np.array_equal(room, new)
 
 
 def frame(codec: Codec, dtype: str = "BF16") -> tuple[Bytes, Bytes, Encoded]:

@@ -129,17 +129,16 @@ class Assembler:
         self, position: int, manifest: Manifest, payload: memoryview, current: Bytes, room: Bytes, changes: list[Change]
     ) -> Bytes:
         record, dtype = manifest.frames[position], self._dtype(position)
+        copy = None if np.may_share_memory(current, room) else room
         with self.seconds.of("decode"):
             try:
-                change = decode(record.codec, record.changed, payload, current, dtype)
+                change = decode(record.codec, record.changed, payload, current, dtype, copy)
             except CorruptVersion as error:  # the payload is the publisher's, so it is the base that is not
                 raise self._mismatch(position, manifest) from error
         changes.append(change)
+        if change.at is None:
+            return change.data
         with self.seconds.of("apply"):
-            if change.at is None:
-                return change.data
-            if not np.may_share_memory(current, room):
-                room[:] = current
             write(change, room, dtype)
         return room
 

@@ -11,34 +11,37 @@ from typing import NamedTuple
 import numpy as np
 import zstandard
 
-from ..codecs import L0, L2, PLANES, Change, Codec, changed_elements, decode, encode
+from ..codecs import Change, Codec, changed_elements, decode, encode
 from ..interface import Bytes
 from ..layout import elements
 
 Payload = bytes | memoryview
+Pack = Callable[[Bytes, Bytes], Payload]
+Unpack = Callable[[Payload, Bytes, Bytes], Change]
 
 
 class Encoding(NamedTuple):
-    """`unpack(payload, old)` says what becomes of `old`, which it does not write to."""
+    """`unpack(payload, old, room)` says what becomes of `old`, which it does not write to. `room` is a copy of `old`
+    then, but where what becomes is a whole frame."""
 
     name: str
-    pack: Callable[[Bytes, Bytes], Payload]
-    unpack: Callable[[Payload, Bytes], Change]
+    pack: Pack
+    unpack: Unpack
 
 
 def encodings() -> list[Encoding]:
     return [
         Encoding("full copy", lambda old, new: new.data, _dense),
-        Encoding("full, byte planes + zstd-1", *_codec("planes", PLANES)),
+        Encoding("full, byte planes + zstd-1", *_codec("planes")),
         Encoding("index32 + value (AstraFlow)", _pack_index, _unpack_index),
         Encoding("gap16 + value + zstd-1 (as PULSE)", _pack_gaps, _unpack_gaps),
         Encoding("XOR + zstd-1 (as slime)", _pack_xor, _unpack_xor),
-        Encoding("L0", *_codec("l0", L0)),
-        Encoding("L2", *_codec("l2", L2)),
+        Encoding("L0", *_codec("l0")),
+        Encoding("L2", *_codec("l2")),
     ]
 
 
-def _codec(name: Codec, expected: int) -> tuple[Callable[[Bytes, Bytes], Payload], Callable[[Payload, Bytes], Change]]:
+def _codec(name: Codec) -> tuple[Pack, Unpack]:
     """A codec of this package. The frame's record, which a manifest carries, is u8 codec and u32 changes here; nothing
     for an unchanged frame."""
 
@@ -48,16 +51,17 @@ def _codec(name: Codec, expected: int) -> tuple[Callable[[Bytes, Bytes], Payload
             return b""
         return bytes([made.codec]) + made.changed.to_bytes(4, "little") + made.payload
 
-    def unpack(payload: Payload, old: Bytes) -> Change:
+    def unpack(payload: Payload, old: Bytes, room: Bytes) -> Change:
         if not payload:
+            room[:] = old
             return Change(np.empty(0, np.int64), np.empty(0, np.uint8))
         view = memoryview(payload)
-        return decode(view[0], int.from_bytes(view[1:5], "little"), view[5:], old, "BF16")
+        return decode(view[0], int.from_bytes(view[1:5], "little"), view[5:], old, "BF16", room)
 
     return pack, unpack
 
 
-def _dense(payload: Payload, old: Bytes) -> Change:
+def _dense(payload: Payload, old: Bytes, room: Bytes) -> Change:
     return Change(None, np.frombuffer(payload, np.uint8))
 
 
@@ -66,7 +70,8 @@ def _pack_index(old: Bytes, new: Bytes) -> Payload:
     return index.astype(np.uint32).tobytes() + elements(new, 2)[index].tobytes()
 
 
-def _unpack_index(payload: Payload, old: Bytes) -> Change:
+def _unpack_index(payload: Payload, old: Bytes, room: Bytes) -> Change:
+    room[:] = old
     count = len(payload) // 6
     index = np.frombuffer(payload, np.uint32, count).astype(np.int64)
     return Change(index, np.frombuffer(payload, np.uint8, offset=4 * count))
@@ -83,7 +88,8 @@ def _pack_gaps(old: Bytes, new: Bytes) -> Payload:
     return len(spread).to_bytes(4, "little") + zstandard.ZstdCompressor(level=1).compress(plain)
 
 
-def _unpack_gaps(payload: Payload, old: Bytes) -> Change:
+def _unpack_gaps(payload: Payload, old: Bytes, room: Bytes) -> Change:
+    room[:] = old
     plain = zstandard.ZstdDecompressor().decompress(memoryview(payload)[4:])
     spread = np.frombuffer(plain, np.uint16, int.from_bytes(payload[:4], "little"))
     changes = spread != 0xFFFF
@@ -95,5 +101,5 @@ def _pack_xor(old: Bytes, new: Bytes) -> Payload:
     return zstandard.ZstdCompressor(level=1).compress((old ^ new).data)
 
 
-def _unpack_xor(payload: Payload, old: Bytes) -> Change:
+def _unpack_xor(payload: Payload, old: Bytes, room: Bytes) -> Change:
     return Change(None, old ^ np.frombuffer(zstandard.ZstdDecompressor().decompress(payload), np.uint8))

@@ -63,12 +63,8 @@ def measure(encoding: Encoding, pair: Pair) -> Speed:
 
 def verified_apply(encoding: Encoding, payload: Payload, live: Bytes, digest: bytes, room: Bytes) -> None:
     """Decode, make the frame beside the live one, verify it there, only then write the live one."""
-    change = encoding.unpack(payload, live)
-    if change.at is None:
-        room[:] = change.data
-    else:
-        room[:] = live
-        write(change, room, "BF16")
+    change = encoding.unpack(payload, live, room)
+    write(change, room, "BF16")
     assert xxhash.xxh3_128_digest(room.data) == digest, encoding.name
     write(change if change.at is not None else Change(None, room), live, "BF16")
 

@@ -97,13 +97,14 @@ def pack(index: Index, old: Unsigned, new: Unsigned, kind: Float) -> bytes | Non
     return header + b"".join(part for pair in packed for part in pair)
 
 
-def unpack(payload: memoryview, changed: int, values: Unsigned, kind: Float) -> tuple[Index, Unsigned]:
-    """Positions, in no order, and new values, both [changed]; `values` are the old ones of all elements.
-
-    Raises CorruptVersion.
-    """
+def unpack(
+    payload: memoryview, changed: int, values: Unsigned, kind: Float, room: Unsigned | None = None
+) -> tuple[Index, Unsigned]:
+    """Positions, in no order, and new values, both [changed]; `values` are the old ones of all elements, which are in
+    `room` then, if there is one. Raises CorruptVersion."""
     cuts, parts = _read(payload, changed, kind)
-    small = _below(values, cuts[-1], kind)
+    small = _below(values, cuts[-1], kind, room)
+    values = values if room is None else room
     if count(small) > MOST_MEMBERS * len(values):
         raise CorruptVersion(f"a payload has classes that hold {count(small)} of {len(values)} elements")
     members, ends = _members(values, small, cuts, kind)
@@ -152,8 +153,8 @@ def _members(values: Unsigned, small: Bits, cuts: Sequence[int], kind: Float) ->
     return inside[np.argsort(exponents, kind="stable")], [0, *(int(np.count_nonzero(exponents < cut)) for cut in cuts)]
 
 
-def _below(values: Unsigned, cut: int, kind: Float) -> Bits:
-    """The elements whose exponent is below `cut`."""
+def _below(values: Unsigned, cut: int, kind: Float, room: Unsigned | None = None) -> Bits:
+    """The elements whose exponent is below `cut`. All of them are copied to `room`, if there is one."""
     limit = values.dtype.type(cut << (kind.mantissa + 1))
     step = CHUNK_BYTES // values.itemsize
     bits = no_bits(len(values))
@@ -161,8 +162,12 @@ def _below(values: Unsigned, cut: int, kind: Float) -> Bits:
     mask = np.empty(len(magnitude), np.bool_)
     for start in range(0, len(values), step):
         stop = min(start + step, len(values))
-        part = np.add(values[start:stop], values[start:stop], out=magnitude[: stop - start])  # without the sign
-        small = np.less(part, limit, out=mask[: stop - start])
+        part = values[start:stop]
+        if room is not None:
+            room[start:stop] = part
+            part = room[start:stop]
+        doubled = np.add(part, part, out=magnitude[: stop - start])  # without the sign
+        small = np.less(doubled, limit, out=mask[: stop - start])
         bits[start // 8 : -(-stop // 8)] = np.packbits(small, bitorder="little")
     return bits
 

@@ -26,8 +26,11 @@ class Change(NamedTuple):
     data: Bytes
 
 
-def decode(codec: int, changed: int, payload: bytes | memoryview, frame: Bytes, dtype: str) -> Change:
-    """What a payload says about `frame` (uint8, the old bytes). Raises CorruptVersion."""
+def decode(
+    codec: int, changed: int, payload: bytes | memoryview, frame: Bytes, dtype: str, room: Bytes | None = None
+) -> Change:
+    """What a payload says about `frame` (uint8, the old bytes). `room` (uint8, of its size), if any, has a copy of the
+    frame then, for `write`; it is made while the frame is in the cache. Raises CorruptVersion."""
     values = elements(frame, ITEMSIZE[dtype])
     if not 0 < changed <= len(values):
         raise CorruptVersion(f"{changed} changes in a frame of {len(values)} elements")
@@ -38,12 +41,15 @@ def decode(codec: int, changed: int, payload: bytes | memoryview, frame: Bytes, 
         return Change(None, np.frombuffer(view, np.uint8))
     if codec == PLANES:
         return Change(None, zstd.unpack_planes(view, len(frame), values.itemsize))
+    if codec == L2 and kind is not None:
+        index, after = base_aware.unpack(view, changed, values, kind, None if room is None else room.view(values.dtype))
+        return Change(index, after.view(np.uint8))
+    if room is not None:
+        room[:] = frame
     if codec == GAP_XOR:
         index, after = zstd.unpack_gap_xor(view, changed, values)
     elif codec == L0 and kind is not None:
         index, after = base_free.unpack(view, changed, values)
-    elif codec == L2 and kind is not None:
-        index, after = base_aware.unpack(view, changed, values, kind)
     else:
         raise CorruptVersion(f"codec {codec} for {dtype} is unknown; a newer version of this package may know it")
     return Change(index, after.view(np.uint8))
