@@ -138,6 +138,7 @@ async def serve(
         ValueError: the address is malformed, not safe to listen at, or `tls` or `token` is not usable.
         TypeError: `interface` cannot be served, or `impl` is not one.
         OSError: the address cannot be bound, or a file cannot be read.
+        ExceptionGroup: the server failed while the body ran; the body was cancelled.
     """
     description = describe(interface)
     description.check(impl)
