@@ -26,10 +26,9 @@ def by_variant(comparison: Comparison) -> dict[str, list[VariantRun]]:
 
 
 def spread(values: Sequence[float], digits: int = 0) -> str:
-    """The mean and, of more than one value, the least and the greatest."""
-    mean = statistics.fmean(values)
-    text = f"{mean:.{digits}f}"
-    return f"{text} ({min(values):.{digits}f} – {max(values):.{digits}f})" if len(values) > 1 else text
+    """The mean and, where they differ, the least and the greatest."""
+    mean, least, greatest = (f"{value:.{digits}f}" for value in (statistics.fmean(values), min(values), max(values)))
+    return mean if least == greatest else f"{mean} ({least} – {greatest})"
 
 
 COLUMNS: tuple[tuple[str, Callable[[VariantRun], float], int], ...] = (
@@ -100,6 +99,7 @@ def _bars(axes: Any, variants: dict[str, list[VariantRun]]) -> None:
     titles = [VARIANTS[name].title.replace(" + ", "\n+ ") for name in variants]
     axes.set_xticks(range(len(variants)), titles, fontsize="small")
     axes.set_ylabel("samples, mean over seeds")
+    axes.margins(y=0.25)
     axes.legend(fontsize="small")
 
 
