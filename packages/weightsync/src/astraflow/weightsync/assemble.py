@@ -7,7 +7,8 @@ has the xxh3-128 of the dense frame.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from copy import copy
+from typing import NamedTuple, Protocol
 
 import blake3
 import numpy as np
@@ -20,6 +21,7 @@ from .layout import ITEMSIZE, cut, elements
 from .manifest import FrameRecord, Manifest, VersionRef, decode_manifest, manifest_key, part_key
 from .plan import Path
 from .seconds import Seconds
+from .spool import Stretch
 
 
 class Span(NamedTuple):
@@ -31,6 +33,12 @@ class Span(NamedTuple):
 
 Spans = dict[int, Span]
 """By the position of the part."""
+
+
+class Payloads(Protocol):
+    """Where payloads are read: the store itself, or what arrives from it."""
+
+    def read(self, key: str, offset: int = 0, length: int | None = None) -> bytes | memoryview: ...
 
 
 class Assembler:
@@ -47,6 +55,7 @@ class Assembler:
         self.frames = cut(self.layout, self.target.frame_bytes)
         self.seconds = Seconds()
         self._store = store
+        self._payloads: Payloads = store
         self._anchor = manifests[path.anchor] if path.anchor is not None else None
         self._deltas = [manifests[ref] for ref in path.deltas]
         self._placed = _placed(self._anchor) if self._anchor is not None else {}
@@ -57,6 +66,26 @@ class Assembler:
     @property
     def from_anchor(self) -> bool:
         return self._anchor is not None
+
+    def reading(self, payloads: Payloads) -> Assembler:
+        """The same, with payloads from elsewhere than the store."""
+        other = copy(self)
+        other._payloads = payloads
+        return other
+
+    def blobs(self) -> list[Stretch]:
+        """All that `change` will read."""
+        found = [
+            Stretch(part_key(manifest.incarnation, manifest.version, part.name), 0, part.size)
+            for manifest in self._deltas
+            for part in manifest.deltas
+        ]
+        if (full := self._anchor) is not None:
+            for anchor in full.anchors:
+                size = sum(self.layout[tensor].nbytes for tensor in anchor.tensors)
+                key = part_key(full.incarnation, full.version, anchor.name)
+                found.append(Stretch(key, anchor.start, anchor.start + size))
+        return [blob for blob in found if blob.stop > blob.start]
 
     @property
     def density(self) -> float:
@@ -75,7 +104,7 @@ class Assembler:
     def spans(self, group: range) -> list[Spans]:
         """The payloads of the frames in `group`, one read per part of each delta."""
         with self.seconds.of("transfer"):
-            return [_read_spans(self._store, manifest, group) for manifest in self._deltas]
+            return [_read_spans(self._payloads, manifest, group) for manifest in self._deltas]
 
     def change(self, position: int, spans: list[Spans], sink: Sink, room: Bytes) -> Change | None:
         """The frame at `position`; None if the sink's stays as it is.
@@ -156,7 +185,7 @@ class Assembler:
         name, start = self._placed[frame.tensor]
         key = part_key(manifest.incarnation, manifest.version, name)
         with self.seconds.of("transfer"):
-            data = self._store.read(key, start + frame.offset, frame.length)
+            data = self._payloads.read(key, start + frame.offset, frame.length)
         with self.seconds.of("verify"):
             intact = len(data) == frame.length and blake3.blake3(data).digest() == manifest.frames[position].anchor
         if not intact:
@@ -206,12 +235,12 @@ def _placed(anchor: Manifest) -> dict[int, tuple[str, int]]:
     return placed
 
 
-def _read_spans(store: Store, manifest: Manifest, group: range) -> Spans:
+def _read_spans(payloads: Payloads, manifest: Manifest, group: range) -> Spans:
     records = [manifest.frames[position] for position in group if manifest.frames[position].size]
     spans = {}
     for part in {record.part for record in records}:
         start = min(record.position for record in records if record.part == part)
         end = max(record.position + record.size for record in records if record.part == part)
         key = part_key(manifest.incarnation, manifest.version, manifest.deltas[part].name)
-        spans[part] = Span(start, memoryview(store.read(key, start, end - start)))
+        spans[part] = Span(start, memoryview(payloads.read(key, start, end - start)))
     return spans

@@ -10,7 +10,7 @@ Usable alone. The invariants, each with a test of its own:
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -200,7 +200,7 @@ class OffsetStore(Protocol):
 class RemoteStore(Store, Protocol):
     """A store behind a link: payloads come in pieces, many ranges at once, and a cut is taken up where it was."""
 
-    def stream(self, key: str, start: int, stop: int) -> AsyncIterator[bytes]:
+    def stream(self, key: str, start: int, stop: int) -> AsyncGenerator[bytes, None]:
         """Bytes [start, stop) of a blob as they arrive, over one of the store's kept connections; fewer where the blob
         ends. Does not try again. Raises FileNotFoundError; OSError where the link is cut or silent."""
         ...

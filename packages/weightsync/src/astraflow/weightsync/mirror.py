@@ -11,7 +11,7 @@ from __future__ import annotations
 import fcntl
 import os
 import random
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -178,7 +178,7 @@ class Mirror:
         except CancelledError:
             raise ConnectionError(f"{self.url} ended while {key} was read") from None
 
-    async def stream(self, key: str, start: int, stop: int) -> AsyncIterator[bytes]:
+    async def stream(self, key: str, start: int, stop: int) -> AsyncGenerator[bytes, None]:
         """Bytes [start, stop) as they arrive; raises TimeoutError if the source is silent."""
         step = 1 << 20
         while start < stop:

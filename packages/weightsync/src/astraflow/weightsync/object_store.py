@@ -8,7 +8,7 @@ for leases where it takes them (`weightsync serve` does).
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import chain, islice
@@ -27,9 +27,6 @@ if TYPE_CHECKING:
 
 STALL_S = 20.0
 """A range of which nothing arrives for so long is given up, to be asked for again."""
-
-CHUNK = 256 << 10
-"""Least bytes of a piece of a stream: what a cut loses at most."""
 
 _PART = 16 << 20
 """Bytes of a part of an upload; S3 takes at most 10,000 of them."""
@@ -97,9 +94,10 @@ class ObjectStore:
                 raise
 
     def poll(self, key: str, seen: str = "") -> tuple[bytes, str] | None:
+        """Tries once: who looks for news looks again."""
         with self._told(key):
             try:
-                got = obstore.get(self._calls, key, options={"if_none_match": seen} if seen else None)
+                got = obstore.get(self._streams, key, options={"if_none_match": seen} if seen else None)
             except exceptions.NotModifiedError:
                 return None
             return bytes(got.bytes()), got.meta["e_tag"] or ""
@@ -140,8 +138,9 @@ class ObjectStore:
         with self._told(key), suppress(FileNotFoundError):
             obstore.delete(self._calls, key)
 
-    async def stream(self, key: str, start: int, stop: int) -> AsyncIterator[bytes]:
-        """A piece has at least CHUNK bytes, but for the last. Raises TimeoutError after STALL_S of silence."""
+    async def stream(self, key: str, start: int, stop: int) -> AsyncGenerator[bytes, None]:
+        """Pieces as the connection delivers them, so that a cut loses none. Raises TimeoutError after STALL_S of
+        silence."""
         with self._told(key):
             try:
                 with anyio.fail_after(STALL_S):
@@ -151,7 +150,7 @@ class ObjectStore:
                 if (await obstore.head_async(self._streams, key))["size"] <= start:
                     return
                 raise
-            pieces = aiter(got.stream(min_chunk_size=CHUNK))
+            pieces = aiter(got.stream(min_chunk_size=1))
             while True:
                 with anyio.fail_after(STALL_S):
                     piece = await anext(pieces, b"")

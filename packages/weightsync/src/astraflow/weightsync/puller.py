@@ -6,6 +6,7 @@ leaves the sink's weights as they were, and what the sink holds is checked befor
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 
@@ -15,14 +16,18 @@ import structlog
 from msgspec.structs import asdict
 
 from .assemble import Assembler
-from .interface import CorruptVersion, PullReport, Sink, SinkState, Store, TransferMode, WeightSyncError
+from .fetch import fetching
+from .interface import CorruptVersion, PullReport, RemoteStore, Sink, SinkState, Store, TransferMode, WeightSyncError
 from .layout import dense_bytes
 from .leases import lease
-from .manifest import HEAD, Head, decode_head
+from .manifest import HEAD, Head, VersionRef, decode_head
 from .plan import Path, at, choose
 from .staging import stage
 
 log = structlog.get_logger(__name__)
+
+LOCAL_POLL_S = 0.02
+REMOTE_POLL_S = 0.5
 
 _ATTEMPTS = 5
 """Retention may remove a version while it is read; the newest one is then read instead, this often."""
@@ -96,15 +101,32 @@ class Staged:
 class Puller:
     """Brings `sink` to what `store` holds. One pull at a time; its calls to the sink never overlap.
 
-    `mode` and `interval`: see `astraflow.weightsync.plan.choose`; `interval` counts only for `published`.
+    `mode` and `interval`: see `astraflow.weightsync.plan.choose`; `interval` counts only for `published`. From a store
+    behind a link, `connections` ranges are read at once (16 to 32 fill a long one), and with a directory `spool`, which
+    no other puller may have, a puller that was killed goes on at the byte where it was.
     """
 
-    def __init__(self, store: Store, sink: Sink, *, mode: TransferMode = "auto", interval: int = 10) -> None:
+    def __init__(
+        self,
+        store: Store,
+        sink: Sink,
+        *,
+        mode: TransferMode = "auto",
+        interval: int = 10,
+        connections: int = 16,
+        spool: str | os.PathLike[str] | None = None,
+    ) -> None:
+        if connections < 1:
+            raise ValueError("connections is at least 1")
+        self._connections = connections
+        self._spool = os.fspath(spool) if spool is not None else None
         self._store = store
         self._sink = sink
         self._mode = mode
         self._interval = interval
         self._distrust = False
+        self._seen = ""
+        self._newest: VersionRef | None = None
         self._staged: Staged | None = None
         self._busy = anyio.Lock()
 
@@ -140,6 +162,44 @@ class Puller:
         staged = await self.stage()
         return await anyio.to_thread.run_sync(staged.commit) if staged is not None else None
 
+    async def wait(self, timeout: float) -> bool:
+        """Whether there is another version than the sink's, as soon as there is; False after `timeout` seconds.
+
+        Looks every LOCAL_POLL_S or REMOTE_POLL_S seconds by a conditional read, which is cheap where nothing changed.
+        Raises OSError if the store could not be reached in all that time, CorruptVersion if HEAD is damaged.
+        """
+        pause = REMOTE_POLL_S if isinstance(self._store, RemoteStore) else LOCAL_POLL_S
+        fault: OSError | None = None
+        with anyio.move_on_after(timeout):
+            while True:
+                try:
+                    if await anyio.to_thread.run_sync(self._news):
+                        return True
+                    fault = None
+                except OSError as error:
+                    fault = error
+                await anyio.sleep(pause)
+        if fault is not None:
+            raise fault
+        return False
+
+    def _news(self) -> bool:
+        try:
+            polled = self._store.poll(HEAD, self._seen)
+        except FileNotFoundError:
+            return False
+        if polled is not None:
+            data, self._seen = polled
+            self._newest = decode_head(data).newest
+        if self._newest is None:
+            return False
+        state = self._sink.state()
+        return (state.digest, state.version, state.incarnation) != (
+            self._newest.root,
+            self._newest.version,
+            self._newest.incarnation,
+        )
+
     def _drop(self) -> None:
         if self._staged is not None:
             self._staged.abort()
@@ -162,7 +222,11 @@ class Puller:
         """What was staged; None if it was removed meanwhile."""
         try:
             assembler = await anyio.to_thread.run_sync(Assembler, self._store, path)
-            await stage(assembler, self._sink)
+            if isinstance(self._store, RemoteStore):
+                async with fetching(self._store, assembler.blobs(), self._connections, self._spool) as link:
+                    await stage(assembler.reading(link), self._sink)
+            else:
+                await stage(assembler, self._sink)
         except FileNotFoundError as gone:
             head = await anyio.to_thread.run_sync(self._head)
             if head is None or not path.versions <= set(head.versions):
