@@ -39,7 +39,7 @@ Same = Callable[[Arrays, Arrays], bool]
 class Proxy:
     """Passes TCP on, cuts every connection after `cut` bytes from the server, and counts those bytes.
 
-    Once `limit` bytes have passed it lets no more through.
+    Once `limit` bytes have passed, connections that carry payloads bring nothing more.
     """
 
     def __init__(self, cut: int | None, limit: int | None = None) -> None:
@@ -65,9 +65,11 @@ class Proxy:
 
     async def _down(self, server: anyio.abc.SocketStream, client: anyio.abc.SocketStream) -> None:
         left = self.cut
+        carried = 0
         try:
             async for data in server:
-                if self.limit is not None and self.passed >= self.limit:
+                carried += len(data)
+                if self.limit is not None and self.passed >= self.limit and carried > 50_000:
                     self.full.set()
                     await anyio.sleep_forever()
                 part = data if left is None else data[:left]
@@ -90,6 +92,12 @@ async def through(proxy: Proxy, store: DirectoryStore) -> AsyncIterator[str]:
         tasks.start_soon(listener.serve, partial(proxy.handle, urlsplit(url).port))
         yield f"http://127.0.0.1:{listener.extra(anyio.abc.SocketAttribute.local_port)}"
         tasks.cancel_scope.cancel()
+
+
+@pytest.fixture(autouse=True)
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that does not wait for connections that a test has left stuck."""
+    monkeypatch.setattr("astraflow.weightsync.server.GRACE_S", 0.2)
 
 
 @pytest.fixture

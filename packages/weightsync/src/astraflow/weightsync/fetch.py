@@ -141,19 +141,27 @@ class Link:
         return part
 
     async def lane(self) -> None:
-        """One connection's work: part after part. What ends the transfer is told to who reads."""
-        while self._failure is None:
-            part = self._take()
-            if part is None:
-                await self._work.wait()
-                continue
-            try:
+        """One connection's work: part after part. What ends the transfer is told to who reads, a cancellation too."""
+        failure: Exception = ConnectionAbortedError("the transfer was cancelled")
+        try:
+            while self._failure is None:
+                part = self._take()
+                if part is None:
+                    await self._work.wait()
+                    continue
                 await self._fetch(part)
-            except Exception as failure:
-                self._failure = failure
-                for other in chain.from_iterable(self._blobs.values()):
-                    other.here.set()
-            part.here.set()
+                part.here.set()
+        except Exception as error:
+            failure = error
+        finally:
+            self._end(failure)
+
+    def _end(self, failure: Exception) -> None:
+        if self._failure is None:
+            self._failure = failure
+            for part in chain.from_iterable(self._blobs.values()):
+                part.here.set()
+            self._wake()
 
     async def _fetch(self, part: _Part) -> None:
         arrived = anyio.current_time()

@@ -30,6 +30,9 @@ LEASES = "leases/"
 LEASE_S = 60.0
 """A reader renews three times as often."""
 
+RETURN_S = 5.0
+"""Longer than that nobody waits to give a lease back: over a link that is gone it ends by itself."""
+
 MAX_LEASE_S = 3600.0
 MAX_LEASE_BYTES = 64 << 10
 
@@ -100,7 +103,7 @@ async def lease(store: Store, refs: Iterable[VersionRef]) -> AsyncIterator[None]
                 failures.append(failure)
             group.cancel_scope.cancel()
     finally:
-        with anyio.CancelScope(shield=True):
+        with anyio.move_on_after(RETURN_S, shield=True):
             await _tried(store, "a lease stays until it ends", store.delete, key)
     if failures:
         raise failures[0]
@@ -114,7 +117,7 @@ async def _renew(store: Store, key: str, data: bytes) -> None:
 
 async def _tried(store: Store, otherwise: str, call: Callable[..., None], *args: Any) -> bool:
     try:
-        await anyio.to_thread.run_sync(call, *args)
+        await anyio.to_thread.run_sync(call, *args, abandon_on_cancel=True)  # ends by the store's own deadline
     except OSError as error:
         log.debug(otherwise, store=store.url, error=str(error))
         return False

@@ -65,7 +65,7 @@ class ObjectStore:
         cleartext = os.environ.get(_ALLOW_HTTP.get(url.partition(":")[0], ""), "").lower() in ("1", "true")
         client: ClientConfig = {**_CLIENT, "allow_http": cleartext, **options.pop("client_options", {})}
         self._calls = from_url(self._url, client_options=client, retry_config=_RETRY, **options)
-        self._streams = from_url(self._url, client_options=client, retry_config=_NO_RETRY, **options)
+        self._streams = from_url(self._url, client_options=_impatient(client), retry_config=_NO_RETRY, **options)
 
     @property
     def url(self) -> str:
@@ -189,7 +189,7 @@ class HttpStore(ObjectStore):
         self._url = url.rstrip("/")
         options = cast("ClientConfig", {**_CLIENT, **client})
         self._calls = HTTPStore(self._url, client_options=options, retry_config=_RETRY)
-        self._streams = HTTPStore(self._url, client_options=options, retry_config=_NO_RETRY)
+        self._streams = HTTPStore(self._url, client_options=_impatient(options), retry_config=_NO_RETRY)
 
     def put(self, key: str, chunks: Iterable[bytes | memoryview]) -> None:
         self._writable(key)
@@ -208,6 +208,10 @@ class HttpStore(ObjectStore):
     def _writable(self, key: str) -> None:
         if not key.startswith(LEASES):
             raise PermissionError(f"{self._url} is read through a web server: {key} cannot be written there")
+
+
+def _impatient(client: ClientConfig) -> ClientConfig:
+    return {**client, "read_timeout": timedelta(seconds=STALL_S)}
 
 
 def _range(offset: int, length: int | None) -> object:
