@@ -33,11 +33,11 @@ def test_frames_and_groups_cover_every_byte_once(sizes: list[int], frame_bytes: 
         assert 0 < frame.length <= frame_bytes
         covered[frame.tensor] += frame.length
     assert covered == sizes
-    for whole in (False, True):
-        groups = group_frames(frames, frame_bytes, whole_tensors=whole)
-        assert [position for group in groups for position in group] == list(range(len(frames)))
-        if whole:
-            assert all(frames[group.start].offset == 0 for group in groups)
+    groups = group_frames(frames, frame_bytes)
+    assert [position for group in groups for position in group] == list(range(len(frames)))
+    sizes = [sum(frames[position].length for position in group) for group in groups]
+    assert all(0 < size <= frame_bytes for size in sizes)
+    assert all(one + frames[after.start].length > frame_bytes for one, after in zip(sizes, groups[1:], strict=False))
 
 
 def test_the_file_is_what_safetensors_reads() -> None:

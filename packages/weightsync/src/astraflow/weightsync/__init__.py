@@ -1,6 +1,7 @@
 """Publish, store, pull and apply weight versions: full or as bit-exact deltas."""
 
 from .channel import Channel, LocalChannel, RankLost, TorchChannel, broadcast, gather
+from .codecs import Codec
 from .directory_store import DirectoryStore
 from .inspection import Inspection, VersionInfo, inspect
 from .interface import (
@@ -39,6 +40,7 @@ from .verification import Damage, Verification, verify
 
 __all__ = [
     "Channel",
+    "Codec",
     "CorruptVersion",
     "Damage",
     "DirectoryStore",

@@ -78,16 +78,12 @@ def cut(layout: Sequence[TensorSpec], frame_bytes: int) -> list[Frame]:
     ]
 
 
-def group_frames(frames: Sequence[Frame], frame_bytes: int, *, whole_tensors: bool) -> list[range]:
-    """Runs of consecutive frames of about `frame_bytes`, one worker's job each, so that small tensors share one.
-
-    With `whole_tensors` a run never ends inside a tensor.
-    """
+def group_frames(frames: Sequence[Frame], frame_bytes: int) -> list[range]:
+    """Runs of consecutive frames of about `frame_bytes`, one worker's job each, so that small tensors share one."""
     groups: list[range] = []
     start = size = 0
     for position, frame in enumerate(frames):
-        crosses = whole_tensors and frame.offset > 0
-        if size and size + frame.length > frame_bytes and not crosses:
+        if size and size + frame.length > frame_bytes:
             groups.append(range(start, position))
             start, size = position, 0
         size += frame.length

@@ -179,7 +179,7 @@ class _Version:
         self._source = source
         self._snapshot = snapshot
         self._frames = cut(source.layout, FRAME_BYTES)
-        self._groups = group_frames(self._frames, FRAME_BYTES, whole_tensors=False)
+        self._groups = group_frames(self._frames, FRAME_BYTES)
 
     def payloads(self) -> Iterator[bytes | memoryview]:
         """The delta, and on the way the frames' records."""

@@ -16,7 +16,7 @@ from .workers import run_all
 
 async def stage(assembler: Assembler, sink: Sink) -> None:
     """Hand the sink every frame that changes. If that fails or is cancelled, the sink has nothing staged."""
-    groups = group_frames(assembler.frames, assembler.target.frame_bytes, whole_tensors=False)
+    groups = group_frames(assembler.frames, assembler.target.frame_bytes)
     try:
         await anyio.to_thread.run_sync(sink.begin, assembler.layout)
         await run_all(partial(_stage_group, assembler, sink, _Scratch(assembler)), groups)

@@ -82,7 +82,7 @@ async def verify(store: Store, progress: Progress | None = None) -> Verification
             damage += await anyio.to_thread.run_sync(_check_headers, store, version, counted)
         for run in _runs(versions):
             layout, size = run[0].manifest.layout, run[0].manifest.frame_bytes
-            groups = group_frames(cut(layout, size), size, whole_tensors=False)
+            groups = group_frames(cut(layout, size), size)
             for checked in await run_all(partial(_check_group, store, run, counted), groups):
                 frames += checked.frames
                 unapplied += checked.unapplied
