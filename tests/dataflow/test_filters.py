@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import statistics
+import sys
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -183,3 +185,66 @@ async def test_rewards_that_are_no_numbers_reach_no_filter_and_no_selector(kit: 
     assert [(s.sequence.reward, s.group_size) for s in batch.samples] == [(0.0, 2), (1.0, 2)]
     (policy,) = (await dataflow.status(Empty())).policies
     assert policy.dropped == {"failed": 1, "masked": 1}
+
+
+BROKEN = """
+import msgspec
+
+def fails(group):
+    return 1 / 0
+
+def nothing(group):
+    replace = msgspec.structs.replace
+    nan = float("nan")
+    return group.keeping(replace(s, sequence=replace(s.sequence, reward=nan)) for s in group.samples)
+
+class Forgetful:
+    def admits(self, prompt):
+        return True
+    def chosen(self, prompt):
+        pass
+    def outcome(self, group):
+        raise KeyError(group.prompt.id)
+    def advance(self, version, epoch):
+        pass
+    def state(self):
+        return None
+    def restore(self, state):
+        pass
+    def stats(self):
+        return {}
+
+def refuses(prompt):
+    raise LookupError(prompt.id)
+"""
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"filters": ("broken_algorithms:fails",)}, r"the filter fails failed on group sums/0: ZeroDivisionError"),
+        ({"filters": ("broken_algorithms:nothing",)}, r"the filter nothing gave group sums/0 rewards \(nan"),
+        (
+            {"selectors": ("broken_algorithms:Forgetful",)},
+            r"the selector Forgetful of policy 'solver' failed: KeyError",
+        ),
+        ({"selectors": ("broken_algorithms:refuses",)}, r"the selector refuses of policy 'solver' failed: LookupError"),
+    ],
+)
+async def test_an_algorithm_that_fails_ends_the_run_and_no_worker(
+    kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], says: str
+) -> None:
+    """Leases and submits go on as if nothing was; the trainer that waits hears which algorithm it was."""
+    from astraflow.dataflow import RunFailed
+
+    (tmp_path / "broken_algorithms.py").write_text(BROKEN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "broken_algorithms", raising=False)
+    dataflow = kit.dataflow([PolicyFeed(model_id="solver", batch_size=8)], **fields)
+    await kit.start(dataflow)
+    incarnation = await kit.attach(dataflow)
+    for task in await kit.lease(dataflow):
+        assert (await kit.mixed(dataflow, task)).accepted == 4
+    assert await kit.lease(dataflow) == ()
+    with pytest.raises(RunFailed, match=says):
+        await kit.ask(dataflow, incarnation, 0)

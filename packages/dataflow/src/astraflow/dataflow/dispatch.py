@@ -12,6 +12,7 @@ from hashlib import blake2b
 
 import msgspec
 
+from .algorithms.stage import AlgorithmFailed
 from .config import DataflowConfig
 from .interface import LeaseRequest, Prompt, RolloutTask
 from .journal import Closed, Leased, OldTask, Opened, Record
@@ -193,7 +194,7 @@ class Dispatch:
             prompt = self._source.next()
             while prompt is not None and not admits(prompt):
                 prompt = self._source.next()
-        except SourceFailed as error:
+        except (SourceFailed, AlgorithmFailed) as error:
             self.source_failure = f"no more prompts can be had: {error}"
             return None
         if prompt is None:

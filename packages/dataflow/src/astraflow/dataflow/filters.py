@@ -5,14 +5,19 @@ Invariant: every sequence that goes in comes out or is counted once, under the n
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
+
+import structlog
 
 from .algorithms.catalogue import FILTERS
 from .algorithms.filter import Filter
 from .algorithms.spec import labels
-from .algorithms.stage import Context
+from .algorithms.stage import AlgorithmFailed, Context
 from .group import PolicyGroup
+
+log = structlog.get_logger(__name__)
 
 
 class FilterChain:
@@ -27,14 +32,18 @@ class FilterChain:
         self._dropped: Counter[str] = Counter()
 
     def apply(self, group: PolicyGroup) -> tuple[PolicyGroup, dict[str, list[str]]]:
-        """What is left of the group, and which sequences were dropped by which filter."""
+        """What is left of the group, and which sequences were dropped by which filter.
+
+        Raises:
+            AlgorithmFailed: a filter raised, or gave a reward that is not finite.
+        """
         dropped: dict[str, list[str]] = {}
         for name, stage in self.stages.items():
             before = [sample.sample_id for sample in group.samples]
             if not before:
                 break
             self._seen[name] += len(before)
-            group = stage.apply(group)
+            group = _applied(name, stage, group)
             left = {sample.sample_id for sample in group.samples}
             gone = [sample_id for sample_id in before if sample_id not in left]
             if gone:
@@ -48,3 +57,14 @@ class FilterChain:
             name: {"seen": float(self._seen[name]), "dropped": float(self._dropped[name]), **stage.stats()}
             for name, stage in self.stages.items()
         }
+
+
+def _applied(name: str, stage: Filter, group: PolicyGroup) -> PolicyGroup:
+    try:
+        left = stage.apply(group)
+    except Exception as error:  # a user's filter may raise anything: the run says so, and the worker goes on
+        log.error("filter_failed", filter=name, group=group.samples[0].group_id, exc_info=True)
+        raise AlgorithmFailed(f"the filter {name} failed on group {group.samples[0].group_id}: {error!r}") from error
+    if not all(map(math.isfinite, left.rewards)):
+        raise AlgorithmFailed(f"the filter {name} gave group {group.samples[0].group_id} rewards {left.rewards}")
+    return left

@@ -17,7 +17,7 @@ import numpy as np
 
 from .admission import YieldAverage, has_room
 from .algorithms.entry import Entry
-from .algorithms.stage import Stage
+from .algorithms.stage import AlgorithmFailed, Stage
 from .balance import wait_fraction
 from .config import DataflowConfig, PolicyFeed
 from .figures import PolicyStatus
@@ -330,7 +330,11 @@ class PolicyStream:
         if self.done:
             self._drop("finished", [*chain.from_iterable(missing.values()), *all_ids])
             return
-        left, filtered = self._filters.apply(group)
+        try:
+            left, filtered = self._filters.apply(group)
+        except AlgorithmFailed as failure:
+            self._failure = f"policy {self.feed.model_id!r}: {failure}"
+            left, filtered = group.keeping(()), {"failed": [sample.sample_id for sample in group.samples]}
         kept = left.samples
         usable = {sample.sample_id for sample in group.samples}
         dropped = {**missing, "masked": [name for name in all_ids if name not in usable], **filtered}

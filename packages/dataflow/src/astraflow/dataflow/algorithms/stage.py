@@ -33,6 +33,10 @@ class Context(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, seed=seed)
 
 
+class AlgorithmFailed(Exception):
+    """A data algorithm raised, or gave what it must not; the message names it and says what."""
+
+
 class Stage(Protocol):
     """The part that is common to all data algorithms."""
 
