@@ -284,6 +284,7 @@ from safetensors.numpy import load_file
 
 directory, seen, loads = Path(sys.argv[1]), [], 0
 while len(seen) < 6 or loads < 30:
+    assert (directory / "current" / "state.msgpack").exists()
     current = (directory / "current").resolve()           # once, for all files
     tensors = {}
     try:
