@@ -243,6 +243,24 @@ async def test_a_slow_handshake_is_cut(authority: Authority, monkeypatch: pytest
         writer.close()
 
 
+@pytest.mark.parametrize("address", ["tcp://127.0.0.1:0", "tls://127.0.0.1:0"])
+async def test_a_server_too_busy_to_open_a_connection_in_time_lives_on(
+    authority: Authority, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tls = authority.issue("127.0.0.1") if address.startswith("tls") else None
+    async with place(tls, address, token=SECRET) as (server, _):
+        with monkeypatch.context() as patch:
+            patch.setattr("astraflow.rpc.server.HANDSHAKE_TIMEOUT", 0)
+            for _ in range(3):
+                reader, writer = await raw(server)
+                with anyio.fail_after(3), suppress(ConnectionResetError):
+                    await reader.read()
+                writer.close()
+        trust = Tls(ca=authority.ca) if tls else None
+        async with connect(server.address, Place, tls=trust, token=SECRET) as proxy:
+            assert await proxy.read(Word("x")) == Word("x")
+
+
 async def test_an_end_does_not_wait_for_a_handshake(authority: Authority) -> None:
     async with place(authority.issue("127.0.0.1"), token=SECRET) as (server, _):
         reader, writer = await raw(server)

@@ -229,6 +229,12 @@ class Channel(asyncio.BufferedProtocol):
         if self._transport is not None:
             self._transport.abort()
 
+    def abandon(self, reason: str) -> None:
+        """Use the transport no more: the loop has closed it before it was ours, and will not tell."""
+        self._transport = None
+        self._forget_unsent()
+        self.close(reason)
+
     async def aclose(self, reason: str) -> None:
         """Close and wait for it, about a second at most; also in a cancelled scope."""
         self.close(reason)

@@ -231,6 +231,7 @@ class ServerConnection:
             hang_up(accepted)  # the loop would wait for the end of the handshake
             if certificates is not None and not tls:
                 accepted.close()  # the loop does not have it yet
+            self.channel.abandon("the connection was not opened in time")
             raise
 
     def _on_closing(self) -> None:
