@@ -222,7 +222,7 @@ def test_a_puller_that_follows_a_mirror_that_follows(
     url = served.line().split()[-1]
     relay = start("mirror", url, tmp_path / "mirror", "--serve", "127.0.0.1:0", "--cut-through", "--interval", "0.05")
     mirrored = relay.line().split()[-1]
-    puller = start("pull", mirrored, tmp_path / "out", "--follow", "--interval", "0.05", "--json")
+    puller = start("pull", mirrored, tmp_path / "out", "--follow", "--json")
     assert json.loads(puller.line())["version"] == 2
     publish(source, tensors, 3, 3)
     assert json.loads(puller.line())["version"] == 3

@@ -87,8 +87,8 @@ class Pull(msgspec.Struct, frozen=True, kw_only=True):
     """Where the weights go."""
     follow: bool = False
     """Stay, and bring each new version."""
-    interval: float = 1.0
-    """Seconds between looks for a new version."""
+    connections: int = 16
+    """Ranges read at once from a store behind a link; 16 to 32 fill a long one."""
     mode: TransferMode = "auto"
     """auto: the fewest bytes; published: the rule of the AstraFlow paper."""
     json: bool = False

@@ -29,7 +29,9 @@ from .verification import verify
 
 log = structlog.get_logger(__name__)
 
-_LONGEST_WAIT_S = 30.0
+SPOOL = ".spool"
+LOOK_S = 60.0
+FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
 
 
 async def run(request: Any) -> int:
@@ -66,28 +68,36 @@ async def serve_at(store: Any, address: str, listening: cli.Listening) -> None:
 
 
 async def run_pull(request: cli.Pull) -> int:
+    """What arrived of a pull that is killed is kept in DIR/.spool, for the next one."""
     store, sink = open_source(request.source, request.access), SafetensorsSink(request.directory)
-    puller = Puller(store, sink, mode=request.mode)
-    wait = request.interval
+    spool = request.directory / SPOOL
+    puller = Puller(store, sink, mode=request.mode, connections=request.connections, spool=spool)
+    if request.follow:
+        await follow(puller, store, request)
+    report = await puller.pull()
+    if report is not None:
+        show(report, request)
+    elif sink.state().version < 0:
+        raise FileNotFoundError(f"{store.url}: nothing has been published there, it has no HEAD")
+    else:
+        note(f"{request.directory} holds version {sink.state().version}, the newest", request.json)
+    return cli.DONE
+
+
+async def follow(puller: Puller, store: Store, request: cli.Pull) -> None:
+    """Bring each version until cancelled; what fails is tried again."""
+    pause = FIRST_WAIT_S
     while True:
         try:
-            report = await puller.pull()
-            wait = request.interval
+            report = await puller.pull() if await puller.wait(LOOK_S) else None
+            pause = FIRST_WAIT_S
         except (OSError, WeightSyncError) as error:
-            if not request.follow:
-                raise
-            log.warning("pull failed; trying again", source=store.url, error=str(error), seconds=round(wait, 1))
-            report = None
-            wait = min(2 * wait, _LONGEST_WAIT_S)
+            log.warning("pull failed; trying again", source=store.url, error=str(error), seconds=round(pause, 1))
+            await anyio.sleep(pause)
+            pause = min(2 * pause, LONGEST_WAIT_S)
+            continue
         if report is not None:
             show(report, request)
-        if not request.follow:
-            if report is None and sink.state().version < 0:
-                raise FileNotFoundError(f"{store.url}: nothing has been published there yet")
-            if report is None:
-                note(f"{request.directory} holds version {sink.state().version}, the newest", request.json)
-            return cli.DONE
-        await anyio.sleep(wait)
 
 
 def show(report: PullReport, request: cli.Pull) -> None:
