@@ -39,11 +39,15 @@ Arrays = dict[str, np.ndarray[Any, Any]]
 CHUNK = 64 << 10
 
 
-class Distant(MemoryStore):
-    """A source behind a link: it counts what it sends, and can be down, held up at a byte, cut, or wrong."""
+class Distant:
+    """`origin` behind a link: it counts what it sends, and can be down, held up at a byte, cut, or wrong. Publishers
+    write to `origin` itself."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
+    def __init__(self, origin: MemoryStore) -> None:
+        self.origin = origin
+        self.url = origin.url
+        self.put, self.swap, self.delete = origin.put, origin.swap, origin.delete
+        self.list, self.entries = origin.list, origin.entries
         self.sent = 0
         self.down = False
         self.cut_every = 1 << 60
@@ -53,11 +57,11 @@ class Distant(MemoryStore):
 
     def read(self, key: str, offset: int = 0, length: int | None = None) -> memoryview:
         self._reach()
-        return super().read(key, offset, length)
+        return self.origin.read(key, offset, length)
 
     def poll(self, key: str, seen: str = "") -> tuple[bytes, str] | None:
         self._reach()
-        return super().poll(key, seen)
+        return self.origin.poll(key, seen)
 
     async def stream(self, key: str, start: int, stop: int) -> AsyncIterator[bytes]:
         until_cut = self.cut_every
@@ -65,7 +69,7 @@ class Distant(MemoryStore):
             self._reach()
             if self.hold_at is not None and start + CHUNK > self.hold_at:
                 await self.released.wait()
-            chunk = bytearray(super().read(key, start, min(CHUNK, stop - start, until_cut)))
+            chunk = bytearray(self.origin.read(key, start, min(CHUNK, stop - start, until_cut)))
             await anyio.lowlevel.checkpoint()
             self._reach()
             if not chunk:
@@ -86,7 +90,7 @@ class Distant(MemoryStore):
 
     def named(self) -> list[str]:
         """HEAD, and all that belongs to the versions it names."""
-        versions = decode_head(super().read("HEAD")).versions
+        versions = decode_head(self.origin.read("HEAD")).versions
         prefixes = ("HEAD", *(f"{ref.incarnation}/v/{ref.version}/" for ref in versions))
         return [key for key in self.list("") if key.startswith(prefixes)]
 
@@ -97,9 +101,9 @@ class Distant(MemoryStore):
 
 @pytest.fixture
 def source(request: pytest.FixtureRequest) -> Iterator[Distant]:
-    distant = Distant(request.node.name)
-    yield distant
-    distant.close()
+    origin = MemoryStore(request.node.name)
+    yield Distant(origin)
+    origin.close()
 
 
 @pytest.fixture
@@ -110,7 +114,7 @@ def tensors() -> Arrays:
 
 @pytest.fixture
 def publisher(source: Distant) -> Publisher:
-    return Publisher(source, stream="policy", incarnation=1, anchor_every=3)
+    return Publisher(source.origin, stream="policy", incarnation=1, anchor_every=3)
 
 
 async def until(condition: Callable[[], bool], seconds: float = 30) -> None:
@@ -376,7 +380,7 @@ async def test_it_keeps_what_its_source_keeps(
         await until(lambda: mirror.status.version == 11)
         await mirror.caught_up()
         assert mirror.list("") == source.named()
-        successor = Publisher(source, stream="policy", incarnation=2)
+        successor = Publisher(source.origin, stream="policy", incarnation=2)
         await successor.publish(tensors, 5)
         await until(lambda: (mirror.status.incarnation, mirror.status.version) == (2, 5))
         await mirror.caught_up()
@@ -389,7 +393,9 @@ async def test_it_leases_at_its_source_and_keeps_what_is_leased_here(
 ) -> None:
     async def succeed(incarnation: int) -> None:
         newest_only = Retention(versions=1)
-        await Publisher(source, stream="policy", incarnation=incarnation, retention=newest_only).publish(tensors, 0)
+        await Publisher(source.origin, stream="policy", incarnation=incarnation, retention=newest_only).publish(
+            tensors, 0
+        )
 
     source.hold_at = 0
     await publisher.publish(tensors, 0)
@@ -431,7 +437,9 @@ async def test_what_the_source_removes_meanwhile_is_let_go(
         async with anyio.create_task_group() as group:
             group.start_soon(ask)
             await anyio.sleep(0.02)
-            await Publisher(source, stream="policy", incarnation=2, retention=Retention(versions=1)).publish(tensors, 0)
+            await Publisher(source.origin, stream="policy", incarnation=2, retention=Retention(versions=1)).publish(
+                tensors, 0
+            )
             await until(lambda: bool(failed))
         source.hold_at = None
         source.released.set()
@@ -452,13 +460,13 @@ async def test_a_source_that_is_another_or_older_is_refused(
         await anyio.sleep(0.05)
         assert (mirror.status.version, mirror.status.fault) == (1, "")
         assert source.swap("HEAD", first, second)
-        newer = Publisher(source, stream="policy", incarnation=2)
+        newer = Publisher(source.origin, stream="policy", incarnation=2)
         await newer.publish(tensors, 0)
         await until(lambda: mirror.status.incarnation == 2)
         assert source.swap("HEAD", bytes(source.read("HEAD")), second)
         await until(lambda: "went back from incarnation 2 to 1" in mirror.status.fault)
         source.delete("HEAD")
-        await Publisher(source, stream="other", incarnation=3).publish(tensors, 0)
+        await Publisher(source.origin, stream="other", incarnation=3).publish(tensors, 0)
         await until(lambda: "stream 'other'" in mirror.status.fault)
         assert (mirror.status.incarnation, mirror.status.version) == (2, 0)
 
@@ -564,7 +572,7 @@ async def test_after_a_kill_it_goes_on_with_what_it_has(
 ) -> None:
     rng = np.random.default_rng(1)
     tensors = {f"layer{n}": rng.normal(size=(1000, 700)).astype(np.float32) for n in range(6)}
-    for store in (DirectoryStore(tmp_path / "source"), source):
+    for store in (DirectoryStore(tmp_path / "source"), source.origin):
         await Publisher(store, stream="policy", incarnation=1).publish(tensors, 0)
     place = tmp_path / "mirror"
     note = place / ".incoming" / "1~v~0~model.safetensors.have"
@@ -595,7 +603,7 @@ async def test_what_several_ranks_published_is_mirrored_with_its_index(
     source: Distant, tensors: Arrays, tmp_path: Path
 ) -> None:
     """A store that cannot be written at offsets has an anchor in several files."""
-    ranks = [ShardedPublisher(source, channel, stream="s", incarnation=1) for channel in LocalChannel.group(2)]
+    ranks = [ShardedPublisher(source.origin, channel, stream="s", incarnation=1) for channel in LocalChannel.group(2)]
     rows = [slice(0, 400), slice(400, None)]
     async with anyio.create_task_group() as group:
         for publisher, row in zip(ranks, rows, strict=True):

@@ -52,7 +52,7 @@ _NO_RETRY: RetryConfig = {"max_retries": 0, "retry_timeout": timedelta(seconds=6
 
 
 class ObjectStore:
-    """A bucket, or a prefix in one: `s3://bucket/prefix`, `gs://…`, `az://account/container/prefix`.
+    """A bucket, or a prefix in one: `s3://bucket/prefix`, `gs://…`, `az://container/prefix`.
 
     `options` are obstore's for that kind (`region`, `endpoint`, `access_key_id`, `client_options` …); what is not given
     comes from the environment. Needs a service that honours conditional PUTs and lists what was just written; S3, GCS

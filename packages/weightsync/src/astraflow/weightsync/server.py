@@ -150,7 +150,8 @@ def _check(host: str, token: str | None, tls: Tls | None) -> None:
         raise ValueError(
             f"{host} is not a loopback address, so what is served leaves this machine: give a certificate and its key "
             "(openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 365 -subj /CN=HOST "
-            f"-addext subjectAltName=DNS:HOST -keyout key.pem -out cert.pem) and a token ({_MAKE_TOKEN})"
+            "-addext subjectAltName=DNS:HOST -addext basicConstraints=critical,CA:FALSE -keyout key.pem -out cert.pem) "
+            f"and a token ({_MAKE_TOKEN})"
         )
 
 

@@ -24,7 +24,7 @@ def open_store(url: str, **options: Any) -> Store:
 
     * `mem:NAME`: of this process; LookupError if there is none.
     * `file:///dir`: a directory.
-    * `s3://bucket/prefix`, `gs://bucket/prefix`, `az://account/container/prefix`: a bucket. `options` are obstore's;
+    * `s3://bucket/prefix`, `gs://bucket/prefix`, `az://container/prefix`: a bucket. `options` are obstore's;
       the rest, credentials too, comes from the environment (AWS_…, GOOGLE_…, AZURE_…).
     * `http://…`, `https://…`: a web server, read-only. `token` and `ca_file` (PEM), or the environment's
       WEIGHTSYNC_TOKEN or WEIGHTSYNC_TOKEN_FILE, and WEIGHTSYNC_CA_FILE. A token goes in clear to loopback only.
