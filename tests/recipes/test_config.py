@@ -6,8 +6,19 @@ import msgspec
 import pytest
 
 from astraflow.recipes.cli import parse_run, preset_name
-from astraflow.recipes.config import ConfigError, check, merge, read_toml, resolve, to_toml
+from astraflow.recipes.config import (
+    ConfigError,
+    RunConfig,
+    check,
+    dataflow_config,
+    merge,
+    read_toml,
+    resolve,
+    to_toml,
+    trained,
+)
 from astraflow.recipes.math_multi_agent import RECIPE, TINY
+from astraflow.recipes.serve import serve_commands
 
 
 def test_every_preset_can_be_run() -> None:
@@ -90,3 +101,26 @@ def test_debug_is_in_turn_in_fp32_and_without_deadlines() -> None:
     assert config.trainer.dtype == config.rollout.dtype == "float32"
     assert config.data.task_deadline_s > 1e6
     assert config.data.max_staleness == 0
+
+
+def configured(args: list[str]) -> RunConfig:
+    return parse_run(RECIPE, ["--preset", "tiny", *args])[1]
+
+
+def test_a_frozen_policy_has_no_trainer() -> None:
+    config = configured(["--policies.verifier.frozen"])
+    assert trained(config) == ["solver"]
+    flow = dataflow_config(config, "w")
+    assert [feed.model_id for feed in flow.policies] == ["solver"]
+    assert set(flow.sampling) == {"solver", "verifier"}
+    assert list(serve_commands(trained(config), 1, Path("run"), "unix:x")) == ["dataflow", "worker-0", "trainer-solver"]
+    with pytest.raises(ConfigError, match="every policy is frozen"):
+        configured(["--policies.verifier.frozen", "--policies.solver.frozen"])
+
+
+def test_evaluations_while_training_are_configured() -> None:
+    config = configured(["--eval.every", "5", "--eval.share", "0.25", "--data.failures.retries", "1"])
+    flow = dataflow_config(config, "w")
+    assert (flow.evaluate_every, flow.evaluation_share, flow.failures.retries) == (5, 0.25, 1)
+    without = configured(["--eval.problems", "0", "--eval.every", "5"])
+    assert dataflow_config(without, "w").evaluate_every == 0

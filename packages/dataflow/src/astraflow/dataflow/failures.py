@@ -19,22 +19,23 @@ BETTER = 0.5
 
 
 class FailurePolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """A sample that failed is run again up to `retries` times; one that ran out of time only if it had not begun, for
-    another try would choose the short answers. After that the rest of its group is used, if that is at least
-    `min_samples`, else the group is dropped (`min_samples` = n_samples: any failure drops it).
-
-    A worker of whose last `quarantine_results` samples at least `quarantine_share` failed gets no tasks for
-    `quarantine_s` seconds, twice as long the next time. When at least `max_error_share` of the last `error_results`
-    samples of all workers failed, the run fails.
-    """
+    """What becomes of failed samples and of those they fail on."""
 
     retries: int = 0
+    """How often a failed sample is run again; one that ran out of time only if it had not begun (else the short answers
+    would be chosen)."""
     min_samples: int = 1
+    """Samples that a group needs to be used without the failed ones; with fewer it is dropped."""
     quarantine_share: float = 0.75
+    """A worker of whose last samples this share failed, while others do better, gets no tasks for a while."""
     quarantine_results: int = 32
+    """How many samples of a worker are looked at."""
     quarantine_s: float = 60.0
+    """Seconds for which it gets none; twice as long the next time."""
     max_error_share: float = 0.98
+    """The run fails when this share of the last samples of all workers failed."""
     error_results: int = 512
+    """How many samples of all workers are looked at."""
 
     def __post_init__(self) -> None:
         if self.retries < 0 or self.min_samples < 1:

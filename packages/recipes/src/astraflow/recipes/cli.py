@@ -20,7 +20,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from .config import ConfigError, RunConfig, check, merge, read_toml, resolve, to_toml
+from .config import ConfigError, RunConfig, check, merge, read_toml, resolve, to_toml, trained
 from .credentials import credentials_of
 from .recipe import Recipe
 from .registry import load_recipe, recipe_names
@@ -371,7 +371,7 @@ def print_commands(recipe: Recipe[Any], config: RunConfig) -> None:
     run = RunDirectory.create(config, recipe.name)
     address = f"tcp://127.0.0.1:{free_port()}"
     print("each in a shell of its own, in this directory; the last shows the run:", file=sys.stderr)
-    for argv in serve_commands(list(config.policies), config.rollout.workers, run.path, address).values():
+    for argv in serve_commands(trained(config), config.rollout.workers, run.path, address).values():
         print(f"recipes {' '.join(argv)}")
     print(f"recipes drive --run {run.path} --join {address}")
 

@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 import tomli_w
 
-from astraflow.dataflow import BatchBy, DataflowConfig, MixBy, PolicyFeed, Replay, Sampling
+from astraflow.dataflow import BatchBy, DataflowConfig, FailurePolicy, MixBy, PolicyFeed, Replay, Sampling
 from astraflow.raas import CachePolicy
 from astraflow.trainer import TrainerConfig
 from astraflow.trainer import check as check_trainer
@@ -46,6 +46,8 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Sampling temperature in training."""
     backend: str = ""
     """Trainer of this policy, where it is another than --trainer.backend."""
+    frozen: bool = False
+    """Asked by the workflow, but not trained: it keeps its initial weights."""
 
 
 class DataConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,6 +75,7 @@ class DataConfig(msgspec.Struct, frozen=True, kw_only=True):
     batch_by: BatchBy = "samples"
     """What --policies.NAME.batch-size counts."""
     replay: Replay = Replay()
+    failures: FailurePolicy = FailurePolicy()
     max_dropped_batches: int = 20
     """Fail when so many batches' worth of groups in a row were dropped."""
     task_deadline_s: float = 120.0
@@ -105,10 +108,14 @@ class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EvalConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Held-out evaluation before and after training."""
+    """Held-out evaluation before, after and while training."""
 
     problems: int = 300
     """Held-out problems per suite (0: no evaluation)."""
+    every: int = 0
+    """Versions from one evaluation to the next while training goes on (0: none); figures go to metrics.jsonl."""
+    share: float = 0.5
+    """Largest share of the workers that evaluates while the others roll out for training."""
 
 
 class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -157,6 +164,11 @@ def registered(group: str, name: str, option: str) -> None:
         raise ConfigError(f"--{option} {name}: no installed package registers it in {group}; {hint}")
 
 
+def trained(config: RunConfig) -> list[str]:
+    """The policies that have a trainer."""
+    return [model_id for model_id, policy in config.policies.items() if not policy.frozen]
+
+
 def check(config: RunConfig) -> None:
     """Refuse what cannot be run.
 
@@ -169,6 +181,8 @@ def check(config: RunConfig) -> None:
     positive(
         config.trainer, "trainer.", "minibatches", "micro_tokens", "lr", "anchor_every", "keep_checkpoints", "processes"
     )
+    if config.policies and not trained(config):
+        raise ConfigError(f"every policy is frozen ({', '.join(config.policies)}): leave one to train")
     if config.data.max_staleness < 0 or config.eval.problems < 0:
         raise ConfigError("--data.max-staleness and --eval.problems must not be negative")
     for model_id, policy in config.policies.items():
@@ -176,7 +190,7 @@ def check(config: RunConfig) -> None:
         positive(policy, prefix, "batch_size", "max_new_tokens")
         if not policy.temperature > 0:
             raise ConfigError(f"--{prefix}temperature is {policy.temperature}: greedy samples cannot be trained on")
-        if policy.batch_size < config.trainer.minibatches:
+        if policy.batch_size < config.trainer.minibatches and not policy.frozen:
             raise ConfigError(
                 f"--{prefix}batch-size {policy.batch_size} cannot be cut into "
                 f"--trainer.minibatches {config.trainer.minibatches}"
@@ -224,6 +238,7 @@ def dataflow_config(config: RunConfig, workflow: str) -> DataflowConfig:
                 replay=data.replay,
             )
             for name, policy in config.policies.items()
+            if not policy.frozen
         ),
         workflow=workflow,
         n_samples=data.n_samples,
@@ -238,6 +253,9 @@ def dataflow_config(config: RunConfig, workflow: str) -> DataflowConfig:
         selectors=data.selectors,
         filters=data.filters,
         max_dropped_batches=data.max_dropped_batches,
+        failures=data.failures,
+        evaluate_every=config.eval.every if config.eval.problems else 0,
+        evaluation_share=config.eval.share,
         synchronous=config.synchronous,
         keep_checkpoints=config.trainer.keep_checkpoints,
     )

@@ -17,7 +17,7 @@ from astraflow.dataflow import DataflowService
 from astraflow.trainer import train
 from astraflow.weightsync import MemoryStore
 
-from .config import AnyRun
+from .config import AnyRun, trained
 from .driver import Driver, RunResult, stop_on_signal
 from .lag import LagProbe
 from .recipe import Recipe
@@ -84,17 +84,17 @@ async def run_with(
     console: Console,
     make_driver: Callable[[DataflowService, Iterable[str], Iterable[str]], Driver],
 ) -> RunResult:
-    driver = make_driver(dataflow, config.policies, recipe.suites if config.eval.problems else ())
-    stores = {name: MemoryStore(f"{run.path.resolve()}/{name}") for name in models}
-    training = set(models)
-    trained = anyio.Event()
+    driver = make_driver(dataflow, trained(config), recipe.suites if config.eval.problems else ())
+    stores = {name: MemoryStore(f"{run.path.resolve()}/{name}") for name in trained(config)}
+    training = set(stores)
+    all_trained = anyio.Event()
 
     async def run_trainer(name: str) -> None:
         spec = policy_spec(config, run, name, models[name], device)
         await train(spec, trainer_config(config, name), dataflow, stores[name], export=run.policy(name))
         training.discard(name)
         if not training:
-            trained.set()
+            all_trained.set()
 
     async def run_worker() -> None:
         # After the trainers: loading a model changes torch's defaults for the whole process while it goes on.
@@ -109,11 +109,11 @@ async def run_with(
         async with anyio.create_task_group() as services:
             if not config.debug:
                 services.start_soon(stop_on_signal, driver, console)
-            for name in models:
+            for name in stores:
                 services.start_soon(run_trainer, name)
             services.start_soon(run_worker)
             services.start_soon(show)
-            result = await driver.run(trained.wait)
+            result = await driver.run(all_trained.wait)
             services.cancel_scope.cancel()
     finally:
         for store in stores.values():

@@ -24,7 +24,7 @@ from astraflow.raas import Worker
 from astraflow.rpc import Server, connect, serve
 from astraflow.weightsync import DirectoryStore
 
-from .config import AnyRun, ConfigError
+from .config import AnyRun, ConfigError, trained
 from .credentials import Credentials
 from .lag import LagProbe
 from .logs import quiet_transformers
@@ -151,8 +151,8 @@ async def serve_trainer(
     """
     from astraflow.trainer import follow, train, world
 
-    if policy not in config.policies:
-        raise ConfigError(f"--policy {policy}: this run trains {', '.join(config.policies)}")
+    if policy not in trained(config):
+        raise ConfigError(f"--policy {policy}: this run trains {', '.join(trained(config))}")
     rank, size = world()
     if size == 1 and config.trainer.processes > 1:
         become_torchrun(config.trainer.processes)

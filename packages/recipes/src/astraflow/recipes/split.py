@@ -9,7 +9,7 @@ import anyio
 import anyio.lowlevel
 from rich.console import Console
 
-from .config import AnyRun
+from .config import AnyRun, trained
 from .credentials import Credentials
 from .driver import Driver, RunResult, stop_on_signal
 from .recipe import Recipe
@@ -28,7 +28,7 @@ async def run_split(recipe: Recipe[AnyRun], config: AnyRun, run: RunDirectory, c
     """Start every service of the run, keep them running, drive the run and return its figures."""
     with tempfile.TemporaryDirectory(prefix="astraflow-") as sockets:
         address = f"unix:{sockets}/dataflow.sock"
-        commands = serve_commands(list(config.policies), config.rollout.workers, run.path, address)
+        commands = serve_commands(trained(config), config.rollout.workers, run.path, address)
         async with supervise(run.logs, child_environment()) as supervisor:
             for name, argv in commands.items():
                 supervisor.start(name, argv, max_restarts=MAX_RESTARTS)
@@ -48,7 +48,7 @@ async def drive(
 ) -> RunResult:
     """Drive the run of the dataflow at `address` through its phases and show it."""
     async with join_dataflow(address, credentials) as dataflow, anyio.create_task_group() as tasks:
-        driver = Driver(dataflow, config.policies, recipe.suites if config.eval.problems else ())
+        driver = Driver(dataflow, trained(config), recipe.suites if config.eval.problems else ())
         tasks.start_soon(stop_on_signal, driver, console)
         tasks.start_soon(watch, dataflow, lambda: driver.stage, config.steps, recipe.view_metrics, console)
         result = await driver.run(trainers_done)

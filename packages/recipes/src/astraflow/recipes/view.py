@@ -14,7 +14,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from astraflow.dataflow import DataflowService, Empty, PolicyStatus, Status, Trajectory
+from astraflow.dataflow import DataflowService, Empty, PolicyStatus, Status, Trajectory, WorkerStatus
 
 REFRESH_S = 0.5
 LINE_S = 10.0
@@ -58,16 +58,23 @@ def worker_table(status: Status) -> Table:
         table.add_column(name, justify="left" if name == "pool / worker" else "right")
     for w in status.workers:
         table.add_row(
-            f"{w.pool} / {w.worker_id}" + ("" if w.alive else f" (silent {w.silent_s:.0f} s)"),
+            f"{w.pool} / {w.worker_id}" + state(w),
             f"{w.running}/{w.capacity}",
             f"{w.tokens_per_s:.0f}",
             ", ".join(f"{name} {version}" for name, version in sorted(w.versions.items())),
             f"{w.pulled_full_bytes / 1e6:.0f}",
             f"{w.pulled_delta_bytes / 1e6:.1f}",
             f"{w.swap_pause_s * 1e3:.0f}",
-            style="" if w.alive else "red",
+            style="" if w.alive and not w.quarantine else "red",
         )
     return table
+
+
+def state(worker: WorkerStatus) -> str:
+    """What is wrong with a worker, if anything."""
+    if not worker.alive:
+        return f" (silent {worker.silent_s:.0f} s)"
+    return f" (set aside: {worker.quarantine})" if worker.quarantine else ""
 
 
 def exchange(trajectory: Trajectory) -> Text:
@@ -91,8 +98,8 @@ def screen(status: Status, stage: str, steps: int, view_metrics: tuple[str, ...]
     parts: list[RenderableType] = [head, policy_table(status, steps), worker_table(status)]
     if status.example is not None:
         parts.append(Panel(exchange(status.example), title="newest exchange", title_align="left"))
-    if status.error:
-        parts.append(Text(status.error, style="bold red"))
+    if status.error or status.warning:
+        parts.append(Text(status.error or status.warning, style="bold red" if status.error else "yellow"))
     return Group(*parts)
 
 
@@ -110,6 +117,8 @@ def plain(status: Status, stage: str, steps: int, view_metrics: tuple[str, ...])
     if status.pending_eval:
         parts.append(f"{status.pending_eval} samples to come")
     parts += [f"{name} {status.metrics[name]:.2f}" for name in view_metrics if name in status.metrics]
+    if status.warning:
+        parts.append(status.warning)
     if alive:
         parts.append(f"{sum(w.tokens_per_s for w in alive):.0f} tok/s sampled")
     return f"[{stage}] {' | '.join(parts)}".rstrip()
