@@ -13,9 +13,8 @@ from collections.abc import Iterable
 import msgspec
 
 from ..ingest import place_of
-from ..interface import TrainSample
 from .codec import Codec, bare
-from .pools import replayable_ids
+from .pools import Named, replayable_ids
 from .records import (
     MUST_SURVIVE_POWER,
     TRAINED,
@@ -44,6 +43,9 @@ REMEMBERED_GROUPS = 10_000
 REMEMBERED_VERSIONS = 10_000
 REMEMBERED_EVALUATIONS = 256
 REMEMBERED_WORKERS = 10_000
+REMEMBERED_IDS = 20_000
+"""Rows of tasks that need not be looked up."""
+
 PRUNE_EVERY = 200
 """Groups closed between two lookings through for what can go."""
 
@@ -67,6 +69,7 @@ class Writer:
         self._codec = Codec()
         self._ids: dict[str, int] = {}
         self._closed = 0
+        self._synchronous = ""
 
     def write(self, records: Iterable[Record]) -> None:
         """All of them in one transaction, or none.
@@ -77,7 +80,7 @@ class Writer:
         listed = list(records)
         through = any(isinstance(record, MUST_SURVIVE_POWER) for record in listed)
         # In WAL mode both survive the death of the process; FULL also syncs, so that what is in survives power loss.
-        self._db.execute(f"PRAGMA synchronous = {'FULL' if through else 'NORMAL'}")
+        self._synchronise("FULL" if through else "NORMAL")
         self._db.execute("BEGIN IMMEDIATE")
         try:
             for record in listed:
@@ -93,6 +96,11 @@ class Writer:
         if pruning:
             self._closed = 0
             self._shrink()
+
+    def _synchronise(self, how: str) -> None:
+        if how != self._synchronous:
+            self._db.execute(f"PRAGMA synchronous = {how}")
+            self._synchronous = how
 
     def _apply(self, record: Record) -> None:
         match record:
@@ -111,7 +119,6 @@ class Writer:
                 self._settle(record)
             case Closed(task_id):
                 self._db.execute("UPDATE groups SET open = 0 WHERE id = ?", (self._group(task_id),))
-                self._ids.pop(task_id, None)
                 self._closed += 1
             case Kept():
                 self._keep(record)
@@ -156,7 +163,13 @@ class Writer:
         group = self._ids.get(task_id)
         if group is None:
             group = int(self._db.execute("SELECT id FROM groups WHERE task_id = ?", (task_id,)).fetchone()[0])
+            self._remember(task_id, group)
         return group
+
+    def _remember(self, task_id: str, group: int) -> None:
+        self._ids[task_id] = group
+        if len(self._ids) > REMEMBERED_IDS:
+            del self._ids[next(iter(self._ids))]
 
     def _open(self, record: Opened) -> None:
         task = record.task
@@ -165,7 +178,7 @@ class Writer:
             (task.task_id, task.purpose, record.evaluation, task.prompt.id, task.attempt, self._codec.pack(task)),
         )
         assert cursor.lastrowid is not None
-        self._ids[task.task_id] = cursor.lastrowid
+        self._remember(task.task_id, cursor.lastrowid)
 
     def _settle(self, record: Settled) -> None:
         trajectory = None if record.trajectory is None else self._codec.pack(record.trajectory)
@@ -234,7 +247,7 @@ class Writer:
             (record.model_id, record.version),
         ).fetchall()
         for row, content in rows:
-            for sample in self._codec.unpack(content, list[TrainSample]):
+            for sample in self._codec.unpack(content, list[Named]):
                 self._db.execute(
                     "UPDATE sequences SET batches = batches - 1 WHERE sample = ? AND position = ? AND model_id = ?",
                     (*self._sample(sample.sample_id), record.model_id),

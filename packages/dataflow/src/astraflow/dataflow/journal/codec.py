@@ -14,7 +14,9 @@ from ..arrays import Array
 from ..interface import TrainSample, Trajectory
 from ..sequence import Sequence
 
-LEVEL = 1
+LEVEL = -1
+"""Log-probabilities hardly compress: the cheapest level takes a quarter of the time for a fifth more bytes."""
+
 ARRAYS = ("tokens", "loss_mask", "logprobs", "versions")
 NOTHING = Array("bool", (0,), memoryview(b""))
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager, closing
 from pathlib import Path
@@ -26,7 +27,6 @@ import msgspec
 import structlog
 
 from ..interface import Phase, RunFailed, Trajectory
-from ..signals import Signal
 from .apply import Writer
 from .records import Record, Settled, StateSet
 from .restore import Reader, Restored
@@ -92,7 +92,8 @@ class Journal(NoJournal):
         self._writing = False
         self._scheduled = False
         self._closed = False
-        self._changed = Signal()
+        self._waiters: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._watch: asyncio.TimerHandle | None = None
 
     def follow(self, name: str, state: Callable[[], Any], *, exact: bool = True) -> None:
         before = self.restored.state.get(name) if self.restored else None
@@ -110,11 +111,16 @@ class Journal(NoJournal):
             self._loop.call_soon(self._hand_over)
 
     async def room(self) -> None:
-        await self._until(lambda: self._bytes <= FULL_BYTES)
+        while self._bytes > FULL_BYTES:
+            await self.durable()
+        self.check()
 
     async def durable(self) -> None:
-        wanted = self._recorded
-        await self._until(lambda: self._durable >= wanted)
+        if self._durable < self._recorded and not self.failure:
+            written = self._loop.create_future()
+            self._waiters.append((self._recorded, written))
+            await written
+        self.check()
 
     async def close(self) -> None:
         """Write what is left; nothing is taken down any more. Raises RunFailed if it could not be written."""
@@ -127,15 +133,6 @@ class Journal(NoJournal):
         finally:
             await anyio.to_thread.run_sync(self._thread.stop)
 
-    async def _until(self, condition: Callable[[], bool]) -> None:
-        quiet, seen = 0, self._durable
-        while not self.failure and not condition():
-            await self._changed.wait(LOOK_S)
-            quiet, seen = (quiet + 1, seen) if seen == self._durable else (0, self._durable)
-            if quiet > STALLED_LOOKS:
-                self._fail(f"nothing could be written for {quiet * LOOK_S:g} s")
-        self.check()
-
     def _hand_over(self) -> None:
         """Give the thread all that gathered, unless it is writing: then what gathers goes next."""
         self._scheduled = False
@@ -145,19 +142,37 @@ class Journal(NoJournal):
         upto, written_bytes = self._recorded, self._bytes
         records.extend(set_ for state in self._states if (set_ := state.changed()) is not None)
         self._writing = True
+        self._watch = self._loop.call_later(LOOK_S, self._look, STALLED_LOOKS)
         self._thread.put(
             records, lambda error: self._loop.call_soon_threadsafe(self._written, upto, written_bytes, error)
         )
 
     def _written(self, upto: int, written_bytes: int, error: Exception | None) -> None:
         self._writing = False
+        if self._watch is not None:
+            self._watch.cancel()
         if error is not None:
             self._fail(f"{type(error).__name__}: {error}")
+        if self.failure:
             return
         self._durable = upto
         self._bytes -= written_bytes
-        self._changed.notify()
+        self._wake(upto)
         self._hand_over()
+
+    def _look(self, left: int) -> None:
+        """The thread is still writing."""
+        if left == 0:
+            self._fail(f"nothing could be written for {STALLED_LOOKS * LOOK_S:g} s")
+        else:
+            self._watch = self._loop.call_later(LOOK_S, self._look, left - 1)
+
+    def _wake(self, upto: int) -> None:
+        """Those who wait for no more than that."""
+        while self._waiters and self._waiters[0][0] <= upto:
+            written = self._waiters.popleft()[1]
+            if not written.done():  # its waiter may have been cancelled
+                written.set_result(None)
 
     def _fail(self, cause: str) -> None:
         self.failure = (
@@ -166,7 +181,7 @@ class Journal(NoJournal):
         )
         log.error("journal_failed", journal=str(self.path), cause=cause)
         self._pending.clear()
-        self._changed.notify()
+        self._wake(self._recorded)
 
 
 class _State:

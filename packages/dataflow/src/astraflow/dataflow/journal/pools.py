@@ -10,12 +10,14 @@ STAGE = "stage/"
 REPLAY = "/replay"
 
 
-class _Replayable(msgspec.Struct):
+class Named(msgspec.Struct):
+    """Of a sample, its name alone: the rest is not decoded."""
+
     sample_id: str
 
 
 class _Pool(msgspec.Struct):
-    entries: list[_Replayable]
+    entries: list[Named]
 
 
 def replayable_ids(state: Mapping[str, bytes]) -> dict[str, list[str]]:

@@ -21,7 +21,8 @@ APPLICATION = 0x41464C57  # "AFLW"
 BUSY_S = 30.0
 """How long a statement waits for a reader that is in the way."""
 
-CHECKPOINT_PAGES = 4000
+PAGE_BYTES = 8192
+CHECKPOINT_PAGES = 2000
 WAL_LIMIT_BYTES = 64 << 20
 
 TABLES = """
@@ -120,6 +121,7 @@ def open_for_writing(path: Path) -> sqlite3.Connection:
     try:
         check(connection, path, fresh=True)
         if not connection.execute("PRAGMA application_id").fetchone()[0]:
+            connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
             connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
             connection.execute("PRAGMA journal_mode = WAL")
             connection.executescript(
