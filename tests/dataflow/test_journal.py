@@ -417,3 +417,24 @@ async def test_algorithms_go_on_with_what_they_know(kit: Any, opened: Opener, tm
             await kit.submit(dataflow, task, [{"solver": 0.0}, {"solver": 1.0}])
         batch = (await kit.ask(dataflow, one, 6)).batch
         assert [sample.replayed for sample in batch.samples] == [False, False, True, True]
+
+
+async def test_batches_beyond_what_memory_holds_come_again_from_the_file(
+    kit: Any, opened: Opener, tmp_path: Path
+) -> None:
+    policies = (PolicyFeed(model_id="solver", batch_size=2, max_staleness=0, steps=200),)
+    path = tmp_path / "a.sqlite"
+    async with opened(path, policies=policies) as dataflow:
+        await kit.start(dataflow)
+        one = await kit.attach(dataflow)
+        batches = []
+        for version in range(70):
+            (task,) = await kit.lease(dataflow)
+            await kit.submit(dataflow, task, [{"solver": 1.0}, {"solver": 0.0}], {"solver": version})
+            batches.append((await kit.ask(dataflow, one, version)).batch)
+            await kit.publish(dataflow, one, version + 1)
+        two = await kit.attach(dataflow, version=0)
+        assert [(await kit.ask(dataflow, two, at)).batch for at in range(70)] == batches
+        killed = copied(path, "b.sqlite")
+    async with opened(killed, policies=policies) as dataflow:
+        assert [(await kit.ask(dataflow, two, at)).batch for at in range(70)] == batches

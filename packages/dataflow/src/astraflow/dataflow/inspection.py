@@ -84,7 +84,8 @@ class Journaled:
         if "stage/source" in state:
             yield f"source     {_told(decode(state['stage/source']))}"
         counts = self._db.execute(
-            "SELECT purpose, count(*), sum(open), count(task) FROM groups GROUP BY purpose ORDER BY purpose DESC"
+            "SELECT purpose, count(*), sum(open), count(group_id) FROM groups LEFT JOIN tasks ON id = group_id "
+            "GROUP BY purpose ORDER BY purpose DESC"
         )
         for purpose, total, opened, readable in counts:
             yield f"groups     {purpose}: {total} remembered, {opened} of them open, {readable} readable"
@@ -183,12 +184,16 @@ class Journaled:
     def trajectory(self, name: str) -> Lines:
         """Raises JournalError if it is not here."""
         task_id, _, index = name.rpartition("/")
-        row = self._db.execute("SELECT id, task, attempt, worker FROM groups WHERE task_id = ?", (task_id,)).fetchone()
+        row = self._db.execute(
+            "SELECT id, packed, attempt, worker FROM groups LEFT JOIN tasks ON id = group_id WHERE task_id = ?",
+            (task_id,),
+        ).fetchone()
         if row is None or not index.isdigit():
             raise JournalError(f"no task {task_id!r} with a sample {index!r} is remembered; --groups 20 lists some")
         group, packed, attempt, worker = row
         sample = self._db.execute(
-            "SELECT status, error, trajectory FROM samples WHERE id = ?", (group << INDEX_BITS | int(index),)
+            "SELECT status, error, packed FROM samples LEFT JOIN trajectories ON id = sample WHERE id = ?",
+            (group << INDEX_BITS | int(index),),
         ).fetchone()
         if sample is None:
             raise JournalError(

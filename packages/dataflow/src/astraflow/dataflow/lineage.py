@@ -10,8 +10,6 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from .interface import TrainBatch
-
 REMEMBERED_ATTACHMENTS = 256
 
 
@@ -51,16 +49,16 @@ class Lineage(msgspec.Struct):
         return min((version for number, version in self.attachments if number > incarnation), default=None)
 
 
-def check_consumed(model_id: str, version: int, consumed: Sequence[str], batches: Mapping[int, TrainBatch]) -> None:
+def check_consumed(model_id: str, version: int, consumed: Sequence[str], batches: Mapping[int, str]) -> None:
     """Raises ValueError if a checkpoint at `version` that has `consumed` is not of the run that made `batches`."""
     if not consumed:
         return
     if len(consumed) != version:
         raise ValueError(f"policy {model_id!r}: a checkpoint at version {version} has consumed {len(consumed)} batches")
-    for at, batch in batches.items():
-        if at < version and consumed[at] != batch.batch_id:
+    for at, batch_id in batches.items():
+        if at < version and consumed[at] != batch_id:
             raise ValueError(
                 f"policy {model_id!r}: the checkpoint at version {version} made version {at + 1} of batch "
-                f"{consumed[at]!r}, this run of {batch.batch_id!r}: it is another run's checkpoint. Give the trainer "
+                f"{consumed[at]!r}, this run of {batch_id!r}: it is another run's checkpoint. Give the trainer "
                 "this run's checkpoints, or begin a new run"
             )

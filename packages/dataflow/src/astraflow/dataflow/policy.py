@@ -8,7 +8,7 @@ nothing: none waits for another.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 
@@ -19,20 +19,18 @@ from .admission import YieldAverage, has_room
 from .algorithms.entry import Entry
 from .algorithms.stage import AlgorithmFailed, Stage
 from .balance import wait_fraction
+from .batches import IN_MEMORY, Batches, Served
 from .config import DataflowConfig, PolicyFeed
 from .figures import PolicyStatus
 from .filters import FilterChain
 from .group import PolicyGroup
 from .ingest import sequence_ids
 from .interface import AttachRequest, Fenced, PolicyVersion, RolloutGroup, StepReport, TrainBatch, TrainSample
-from .journal import Attached, Cut, Dropped, Forgotten, Kept, Published, Record, Stepped, Touched
+from .journal import Attached, Cut, Dropped, Forgotten, Kept, NoJournal, Published, Stepped, Touched
 from .lineage import Lineage, check_consumed
 from .serving import Content, Serving
 from .signals import Signal
 from .window import Sums, Window, mean
-
-MAX_UNCOMMITTED = 64
-"""Batches kept for a trainer that comes back; of more than that without a commit the oldest are forgotten."""
 
 REMEMBERED_REWARDS = 4096
 
@@ -51,9 +49,9 @@ class PolicyState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PolicyStream:
-    """The state of one trained policy. `record` takes down what happens to it."""
+    """The state of one trained policy. The `journal` takes down what happens to it."""
 
-    def __init__(self, feed: PolicyFeed, config: DataflowConfig, record: Callable[[Record], None]) -> None:
+    def __init__(self, feed: PolicyFeed, config: DataflowConfig, journal: NoJournal) -> None:
         context, window_s = config.context(feed.model_id), config.window_s
         self.feed = feed
         self.changed = Signal()
@@ -73,9 +71,9 @@ class PolicyStream:
         self._yields = YieldAverage(self._n_samples // unit)
         self._lineage = Lineage()
         self._keep_checkpoints = config.keep_checkpoints
-        self._record = record
-        self._cut: dict[int, TrainBatch] = {}
-        self._contents: deque[tuple[int, Content]] = deque(maxlen=MAX_UNCOMMITTED)
+        self._record = journal.record
+        self._batches = Batches(journal.keeps)
+        self._contents: deque[tuple[int, Content]] = deque(maxlen=IN_MEMORY)
         self._dropped: Counter[str] = Counter()
         self._drought = Drought()
         self._stale_in_a_row = 0
@@ -107,7 +105,7 @@ class PolicyStream:
         self,
         state: PolicyState,
         buffered: Sequence[Entry],
-        batches: Iterable[TrainBatch],
+        batches: Iterable[tuple[int, Served]],
         replayable: Iterable[TrainSample],
     ) -> None:
         """Go on from there; the stages have been restored before."""
@@ -115,7 +113,7 @@ class PolicyStream:
         self.published = state.published
         self._lineage = state.lineage
         self._serving.restore(buffered, state.arrivals)
-        self._cut = {batch.version: batch for batch in batches}
+        self._batches.restore(batches)
         self._yields.restore(state.yields)
         self._produced, self._consumed = state.produced, state.consumed
         self._dropped = Counter(state.dropped)
@@ -136,7 +134,7 @@ class PolicyStream:
             ValueError: the trainer consumed other batches than this policy was served.
         """
         version = request.version
-        check_consumed(self.feed.model_id, version, request.consumed, self._cut)
+        check_consumed(self.feed.model_id, version, request.consumed, self._batches.names)
         self._lineage.attach(version, self._keep_checkpoints)
         self._forget()
         self._record(Attached(self.feed.model_id, version))
@@ -175,8 +173,7 @@ class PolicyStream:
 
     def _forget(self) -> None:
         floor = self._lineage.floor
-        if any(number < floor for number in self._cut):
-            self._cut = {number: batch for number, batch in self._cut.items() if number >= floor}
+        if self._batches.forget(floor):
             self._record(Forgotten(self.feed.model_id, floor))
 
     def bound(self, incarnation: int) -> int | None:
@@ -196,9 +193,9 @@ class PolicyStream:
 
     # --- batches -----------------------------------------------------------------------------------------------
 
-    def served(self, version: int) -> TrainBatch | None:
+    def served(self, version: int) -> Served | None:
         """The batch that was cut for `version`, if it was and is kept."""
-        return self._cut.get(version)
+        return self._batches.get(version)
 
     def ask(self, version: int, now: float) -> None:
         """The trainer wants the batch that makes `version` + 1.
@@ -208,7 +205,7 @@ class PolicyStream:
                 has it already.
         """
         committed = version < self._lineage.checkpoint
-        if committed or (version not in self._cut and version != self._next):
+        if committed or (version not in self._batches and version != self._next):
             raise ValueError(
                 f"policy {self.feed.model_id!r}: the batch at version {version} was asked for, the next is {self._next}"
             )
@@ -228,7 +225,7 @@ class PolicyStream:
 
     def asking(self, now: float, within_s: float) -> bool:
         """Does a trainer wait for a batch, or did it ask within the last seconds?"""
-        unserved = self.asked is not None and self.asked not in self._cut
+        unserved = self.asked is not None and self.asked not in self._batches
         return unserved and not self.done and (self._waiters > 0 or now - self._asked_at <= within_s)
 
     @property
@@ -238,10 +235,7 @@ class PolicyStream:
     @property
     def _next(self) -> int:
         """The first version from where the trainer is for which no batch was cut."""
-        version = self.version
-        while version in self._cut:
-            version += 1
-        return version
+        return self._batches.next(self.version)
 
     @property
     def done(self) -> bool:
@@ -253,7 +247,7 @@ class PolicyStream:
         """The trainer waits for a batch with its weights published and nothing cut ahead."""
         at = self.asked
         published = self.published
-        return at is not None and at not in self._cut and published is not None and published.version == at
+        return at is not None and at not in self._batches and published is not None and published.version == at
 
     def ready(self, version: int, tail: bool) -> bool:
         """Is there a batch to cut for `version`? Drops what is too stale for it. `tail`: no more data will come, so
@@ -278,12 +272,9 @@ class PolicyStream:
             version=version,
             samples=content.samples,
         )
-        self._cut[version] = batch
-        self._record(Cut(batch, self.incarnation))
-        while len(self._cut) > MAX_UNCOMMITTED:
-            oldest = min(self._cut.keys() - {version})
-            del self._cut[oldest]
-            self._record(Forgotten(self.feed.model_id, oldest + 1))
+        fresh = self._fresh_units(batch)
+        self._batches.add(version, Served(batch.batch_id, fresh, batch))
+        self._record(Cut(batch, self.incarnation, fresh))
         self._stale_in_a_row = 0
         self._consumed += content.fresh
         self._used.add(now, content.fresh)
@@ -296,7 +287,7 @@ class PolicyStream:
         if self.done or self._failure:
             return False
         # Batches behind a gap (one was forgotten) do not count: the trainer cannot reach them without new data.
-        untrained = sum(self._fresh_units(self._cut[version]) for version in range(self.version, self._next))
+        untrained = self._batches.fresh(range(self.version, self._next))
         # Early on there is nothing to replay yet, so that the next batch may need more than its share of the horizon.
         fresh = self._serving.fresh_needed(self._next)
         return has_room(

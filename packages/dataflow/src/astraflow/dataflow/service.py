@@ -87,7 +87,7 @@ class Dataflow:
         self._source = source
         self._selection = Selection(config)
         record = self._journal.record
-        self._policies = {feed.model_id: PolicyStream(feed, config, record) for feed in config.policies}
+        self._policies = {feed.model_id: PolicyStream(feed, config, self._journal) for feed in config.policies}
         self._dispatch = Dispatch(config, source, clock(), record)
         self._workers, self._leases, self._tasks = self._dispatch.workers, self._dispatch.leases, self._dispatch.tasks
         self._evaluations = Evaluations(config, suites, record)
@@ -231,9 +231,10 @@ class Dataflow:
             policy.ask(request.version, now)
             if policy.served(request.version) is None:
                 self._cut(policy, request.version, now)
-            batch = policy.served(request.version)
-            if batch is not None or policy.ended:
+            served = policy.served(request.version)
+            if served is not None or policy.ended:
                 await self._journal.durable()
+                batch = None if served is None else served.batch or await self._journal.batch(served.batch_id)
                 return BatchReply(batch=batch, finished=batch is None)
             failure = self._health.failure(policy, now)
             if failure:

@@ -174,23 +174,19 @@ class Writer:
     def _open(self, record: Opened) -> None:
         task = record.task
         cursor = self._db.execute(
-            "INSERT INTO groups (task_id, purpose, evaluation, prompt_id, attempt, task) VALUES (?, ?, ?, ?, ?, ?)",
-            (task.task_id, task.purpose, record.evaluation, task.prompt.id, task.attempt, self._codec.pack(task)),
+            "INSERT INTO groups (task_id, purpose, evaluation, prompt_id, attempt) VALUES (?, ?, ?, ?, ?)",
+            (task.task_id, task.purpose, record.evaluation, task.prompt.id, task.attempt),
         )
         assert cursor.lastrowid is not None
+        self._db.execute("INSERT INTO tasks VALUES (?, ?)", (cursor.lastrowid, self._codec.pack(task)))
         self._remember(task.task_id, cursor.lastrowid)
 
     def _settle(self, record: Settled) -> None:
-        trajectory = None if record.trajectory is None else self._codec.pack(record.trajectory)
-        self._db.execute(
-            "INSERT INTO samples VALUES (?, ?, ?, ?)",
-            (
-                self._group(record.task_id) << INDEX_BITS | record.sample_index,
-                "failed" if trajectory is None else "ok",
-                record.error,
-                trajectory,
-            ),
-        )
+        sample = self._group(record.task_id) << INDEX_BITS | record.sample_index
+        status = "failed" if record.trajectory is None else "ok"
+        self._db.execute("INSERT INTO samples VALUES (?, ?, ?)", (sample, status, record.error))
+        if record.trajectory is not None:
+            self._db.execute("INSERT INTO trajectories VALUES (?, ?)", (sample, self._codec.pack(record.trajectory)))
 
     # --- sequences ---------------------------------------------------------------------------------------------
 
@@ -201,26 +197,23 @@ class Writer:
 
     def _keep(self, record: Kept) -> None:
         for entry in record.entries:
-            _, index, position = place_of(entry.sample.sample_id)
+            _, index, _ = place_of(entry.sample.sample_id)
             trajectory = record.trajectories[index]
             assert trajectory is not None
+            sample, position = self._sample(entry.sample.sample_id)
             self._db.execute(
-                "INSERT INTO sequences (sample, position, model_id, arrival, oldest, buffered, content) "
-                "VALUES (?, ?, ?, ?, ?, 1, ?)",
-                (
-                    *self._sample(entry.sample.sample_id),
-                    record.model_id,
-                    entry.arrival,
-                    entry.oldest,
-                    encode(bare(entry.sample, trajectory.sequences[position])),
-                ),
+                "INSERT INTO sequences (sample, position, model_id, arrival, oldest, buffered) "
+                "VALUES (?, ?, ?, ?, ?, 1)",
+                (sample, position, record.model_id, entry.arrival, entry.oldest),
             )
+            content = encode(bare(entry.sample, trajectory.sequences[position]))
+            self._db.execute("INSERT INTO contents VALUES (?, ?, ?)", (sample, position, content))
 
     def _drop(self, record: Dropped) -> None:
         for sample_id in record.sample_ids:
             self._db.execute(
                 "INSERT INTO sequences (sample, position, model_id, outcome) VALUES (?, ?, ?, ?) "
-                "ON CONFLICT DO UPDATE SET outcome = excluded.outcome, buffered = 0, content = NULL",
+                "ON CONFLICT DO UPDATE SET outcome = excluded.outcome, buffered = 0",
                 (*self._sample(sample_id), record.model_id, record.reason),
             )
 
@@ -228,12 +221,12 @@ class Writer:
 
     def _cut(self, record: Cut) -> None:
         batch = record.batch
-        content = self._codec.pack([bare(sample) for sample in batch.samples])
-        self._db.execute(
-            "INSERT INTO batches (batch_id, model_id, version, incarnation, samples, content) "
-            "VALUES (?, ?, ?, ?, ?, ?)",
-            (batch.batch_id, batch.model_id, batch.version, record.incarnation, len(batch.samples), content),
+        cursor = self._db.execute(
+            "INSERT INTO batches (batch_id, model_id, version, incarnation, samples, fresh) VALUES (?, ?, ?, ?, ?, ?)",
+            (batch.batch_id, batch.model_id, batch.version, record.incarnation, len(batch.samples), record.fresh),
         )
+        content = self._codec.pack([bare(sample) for sample in batch.samples])
+        self._db.execute("INSERT INTO served VALUES (?, ?)", (cursor.lastrowid, content))
         for sample in batch.samples:
             self._db.execute(
                 "UPDATE sequences SET outcome = ?, buffered = 0, batches = batches + 1 "
@@ -243,7 +236,7 @@ class Writer:
 
     def _forget(self, record: Forgotten) -> None:
         rows = self._db.execute(
-            "SELECT id, content FROM batches WHERE kept AND model_id = ? AND version < ?",
+            "SELECT id, packed FROM batches JOIN served ON id = batch WHERE kept AND model_id = ? AND version < ?",
             (record.model_id, record.version),
         ).fetchall()
         for row, content in rows:
@@ -252,7 +245,8 @@ class Writer:
                     "UPDATE sequences SET batches = batches - 1 WHERE sample = ? AND position = ? AND model_id = ?",
                     (*self._sample(sample.sample_id), record.model_id),
                 )
-            self._db.execute("UPDATE batches SET kept = 0, content = NULL WHERE id = ?", (row,))
+            self._db.execute("UPDATE batches SET kept = 0 WHERE id = ?", (row,))
+            self._db.execute("DELETE FROM served WHERE batch = ?", (row,))
 
     def _publish(self, record: Published) -> None:
         version = record.version
@@ -286,12 +280,10 @@ class Writer:
         }
         kept |= self._replayable()
         heavy = self._db.execute(
-            "SELECT id FROM groups WHERE task IS NOT NULL AND id <= ?", (newest - READABLE_GROUPS,)
+            "SELECT group_id FROM tasks WHERE group_id <= ?", (newest - READABLE_GROUPS,)
         ).fetchall()
         for group in [group for (group,) in heavy if group not in kept]:
-            self._db.execute("UPDATE samples SET trajectory = NULL WHERE id >= ? AND id < ?", samples_of(group))
-            self._db.execute("UPDATE sequences SET content = NULL WHERE sample >= ? AND sample < ?", samples_of(group))
-            self._db.execute("UPDATE groups SET task = NULL WHERE id = ?", (group,))
+            self._lighten(group)
         self._prune_rows(newest - REMEMBERED_GROUPS, kept)
 
     def _replayable(self) -> set[int]:
@@ -316,7 +308,14 @@ class Writer:
         self._db.execute("DELETE FROM versions WHERE id <= (SELECT max(id) FROM versions) - ?", (REMEMBERED_VERSIONS,))
         self._db.execute("DELETE FROM workers WHERE id <= (SELECT max(id) FROM workers) - ?", (REMEMBERED_WORKERS,))
 
+    def _lighten(self, group: int) -> None:
+        """Its payloads go."""
+        self._db.execute("DELETE FROM contents WHERE sample >= ? AND sample < ?", samples_of(group))
+        self._db.execute("DELETE FROM trajectories WHERE sample >= ? AND sample < ?", samples_of(group))
+        self._db.execute("DELETE FROM tasks WHERE group_id = ?", (group,))
+
     def _delete(self, group: int) -> None:
+        self._lighten(group)
         self._db.execute("DELETE FROM sequences WHERE sample >= ? AND sample < ?", samples_of(group))
         self._db.execute("DELETE FROM samples WHERE id >= ? AND id < ?", samples_of(group))
         self._db.execute("DELETE FROM groups WHERE id = ?", (group,))

@@ -26,11 +26,11 @@ import anyio.to_thread
 import msgspec
 import structlog
 
-from ..interface import Phase, RunFailed, Trajectory
+from ..interface import Phase, RunFailed, TrainBatch, Trajectory
 from .apply import Writer
 from .records import Record, Settled, StateSet
 from .restore import Reader, Restored
-from .schema import JournalError, locked, open_for_writing
+from .schema import JournalError, locked, open_for_reading, open_for_writing
 from .thread import WriterThread
 
 LOOK_S = 2.0
@@ -53,6 +53,8 @@ class NoJournal:
 
     restored: Restored | None = None
     failure = ""
+    keeps = False
+    """Can batches be had from it?"""
 
     def follow(self, name: str, state: Callable[[], Any], *, exact: bool = True) -> None:
         """Keep what `state` gives (plain values or structures) with the records, as it is when they are written.
@@ -74,9 +76,15 @@ class NoJournal:
     async def durable(self) -> None:
         """Wait until all that was recorded so far is in the file. Raises RunFailed if it could not be written."""
 
+    async def batch(self, batch_id: str) -> TrainBatch:
+        """A batch that may be served again."""
+        raise LookupError(f"batch {batch_id} is not kept: there is no journal")
+
 
 class Journal(NoJournal):
     """Made by `open_journal`; used on its event loop."""
+
+    keeps = True
 
     def __init__(self, path: Path, restored: Restored | None, write: Callable[[list[Record]], None]) -> None:
         self.path = path
@@ -121,6 +129,13 @@ class Journal(NoJournal):
             self._waiters.append((self._recorded, written))
             await written
         self.check()
+
+    async def batch(self, batch_id: str) -> TrainBatch:
+        def read() -> TrainBatch:
+            with closing(open_for_reading(self.path)) as connection:
+                return Reader(connection).batch(batch_id)
+
+        return await anyio.to_thread.run_sync(read)
 
     async def close(self) -> None:
         """Write what is left; nothing is taken down any more. Raises RunFailed if it could not be written."""

@@ -78,10 +78,11 @@ class Dropped(msgspec.Struct, frozen=True):
 
 
 class Cut(msgspec.Struct, frozen=True):
-    """A batch exists from now on."""
+    """A batch exists from now on; `fresh` of its units are trained for the first time."""
 
     batch: TrainBatch
     incarnation: int
+    fresh: int
 
 
 class Forgotten(msgspec.Struct, frozen=True):

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import msgspec
 
 from ..algorithms.entry import Entry
+from ..batches import Served
 from ..ingest import place_of
 from ..interface import (
     EvaluateRequest,
@@ -49,13 +50,13 @@ class OldEvaluation(msgspec.Struct, kw_only=True):
 
 
 class Restored(msgspec.Struct, kw_only=True):
-    """The whole of it. `buffers`, `batches` and `replayable` (consumed samples, which may be replayed) by policy, in
-    order; `state` holds small states by name, encoded."""
+    """The whole of it: `buffers`, `batches` (by version, without their contents) and `replayable` (consumed samples,
+    which may be replayed) by policy, in order; `state` holds small states by name, encoded."""
 
     state: dict[str, bytes]
     tasks: list[OldTask]
     buffers: dict[str, list[Entry]]
-    batches: dict[str, list[TrainBatch]]
+    batches: dict[str, list[tuple[int, Served]]]
     replayable: dict[str, list[TrainSample]]
     evaluations: list[OldEvaluation]
     workers: list[Registration]
@@ -88,7 +89,8 @@ class Reader:
 
     def _tasks(self) -> list[OldTask]:
         rows = self._db.execute(
-            "SELECT id, evaluation, worker, attempt, bounds, task FROM groups WHERE open ORDER BY id"
+            "SELECT id, evaluation, worker, attempt, bounds, packed FROM groups JOIN tasks ON id = group_id "
+            "WHERE open ORDER BY id"
         )
         tasks = []
         for group, evaluation, worker, attempt, bounds, task in rows.fetchall():
@@ -108,7 +110,10 @@ class Reader:
     def _samples(self, group: int) -> tuple[dict[int, Trajectory | None], dict[int, str]]:
         trajectories: dict[int, Trajectory | None] = {}
         errors: dict[int, str] = {}
-        rows = self._db.execute("SELECT id, error, trajectory FROM samples WHERE id >= ? AND id < ?", samples_of(group))
+        rows = self._db.execute(
+            "SELECT id, error, packed FROM samples LEFT JOIN trajectories ON id = sample WHERE id >= ? AND id < ?",
+            samples_of(group),
+        )
         for row, error, trajectory in rows:
             trajectories[row & INDEX_MASK] = self._codec.trajectory(trajectory) if trajectory else None
             if error:
@@ -118,24 +123,31 @@ class Reader:
     def _buffers(self) -> dict[str, list[Entry]]:
         buffers: dict[str, list[Entry]] = {}
         rows = self._db.execute(
-            "SELECT model_id, sample, position, arrival, oldest, content FROM sequences "
-            "WHERE buffered = 1 ORDER BY model_id, arrival"
+            "SELECT model_id, sample, position, arrival, oldest, packed FROM sequences "
+            "JOIN contents USING (sample, position) WHERE buffered = 1 ORDER BY model_id, arrival"
         )
         for model_id, sample, position, arrival, oldest, content in rows.fetchall():
             whole = clothed(decode(content, type=TrainSample), self._trajectory(sample).sequences[position])
             buffers.setdefault(model_id, []).append(Entry(oldest, arrival, whole))
         return buffers
 
-    def _batches(self) -> dict[str, list[TrainBatch]]:
-        batches: dict[str, list[TrainBatch]] = {}
-        rows = self._db.execute(
-            "SELECT model_id, batch_id, version, content FROM batches WHERE kept ORDER BY model_id, version"
-        )
-        for model_id, batch_id, version, content in rows.fetchall():
-            samples = tuple(self._whole(sample) for sample in self._codec.unpack(content, list[TrainSample]))
-            batch = TrainBatch(batch_id=batch_id, model_id=model_id, version=version, samples=samples)
-            batches.setdefault(model_id, []).append(batch)
+    def _batches(self) -> dict[str, list[tuple[int, Served]]]:
+        batches: dict[str, list[tuple[int, Served]]] = {}
+        rows = self._db.execute("SELECT model_id, version, batch_id, fresh FROM batches WHERE kept ORDER BY version")
+        for model_id, version, batch_id, fresh in rows:
+            batches.setdefault(model_id, []).append((version, Served(batch_id, fresh)))
         return batches
+
+    def batch(self, batch_id: str) -> TrainBatch:
+        """A batch that is kept, as it was cut. Raises LookupError if it was forgotten."""
+        row = self._db.execute(
+            "SELECT model_id, version, packed FROM batches JOIN served ON id = batch WHERE batch_id = ?", (batch_id,)
+        ).fetchone()
+        if row is None:
+            raise LookupError(f"batch {batch_id} is not kept any more: there are checkpoints after it")
+        model_id, version, packed = row
+        samples = tuple(self._whole(sample) for sample in self._codec.unpack(packed, list[TrainSample]))
+        return TrainBatch(batch_id=batch_id, model_id=model_id, version=version, samples=samples)
 
     def _whole(self, sample: TrainSample) -> TrainSample:
         """A batch's sample with its arrays."""
@@ -152,11 +164,11 @@ class Reader:
         """A sample as it went into its buffer; None if it is gone."""
         task_id, index, position = place_of(sample_id)
         row = self._db.execute(
-            f"SELECT sample, content FROM sequences JOIN groups ON sample = (id << {INDEX_BITS}) + ? "
+            f"SELECT sample, packed FROM contents JOIN groups ON sample = (id << {INDEX_BITS}) + ? "
             "WHERE task_id = ? AND position = ?",
             (index, task_id, position),
         ).fetchone()
-        if row is None or row[1] is None:
+        if row is None:
             return None
         return clothed(decode(row[1], type=TrainSample), self._trajectory(row[0]).sequences[position])
 
@@ -164,7 +176,7 @@ class Reader:
         """The trajectory of a sample row; several sequences share one."""
         trajectory = self._recent.get(sample)
         if trajectory is None:
-            (data,) = self._db.execute("SELECT trajectory FROM samples WHERE id = ?", (sample,)).fetchone()
+            (data,) = self._db.execute("SELECT packed FROM trajectories WHERE sample = ?", (sample,)).fetchone()
             trajectory = self._recent[sample] = self._codec.trajectory(data)
         return trajectory
 
@@ -184,7 +196,10 @@ class Reader:
 
     def _closed_groups(self, label: str) -> list[RolloutGroup]:
         groups = []
-        rows = self._db.execute("SELECT id, task FROM groups WHERE evaluation = ? AND NOT open ORDER BY id", (label,))
+        rows = self._db.execute(
+            "SELECT id, packed FROM groups JOIN tasks ON id = group_id WHERE evaluation = ? AND NOT open ORDER BY id",
+            (label,),
+        )
         for group, packed in rows.fetchall():
             task = self._codec.unpack(packed, RolloutTask)
             trajectories, _ = self._samples(group)

@@ -37,18 +37,15 @@ CREATE TABLE groups (
     open INTEGER NOT NULL DEFAULT 1,
     attempt INTEGER NOT NULL DEFAULT 0,
     worker TEXT NOT NULL DEFAULT '',   -- the last one it was leased to
-    bounds BLOB,                       -- versions that its tokens count as at most, by policy
-    task BLOB                          -- RolloutTask; gone with the payloads
+    bounds BLOB                        -- versions that its tokens count as at most, by policy
 );
 CREATE INDEX groups_open ON groups (id) WHERE open;
-CREATE INDEX groups_payload ON groups (id) WHERE task IS NOT NULL;
 CREATE INDEX groups_evaluation ON groups (evaluation) WHERE evaluation != '';
 
 CREATE TABLE samples (
     id INTEGER PRIMARY KEY,            -- group id * 65536 + sample index
     status TEXT NOT NULL,              -- ok | failed
-    error TEXT NOT NULL,
-    trajectory BLOB                    -- gone when nothing needs it any more
+    error TEXT NOT NULL
 );
 
 CREATE TABLE sequences (
@@ -60,7 +57,6 @@ CREATE TABLE sequences (
     oldest INTEGER,                    -- the version that counts for its staleness
     buffered INTEGER NOT NULL DEFAULT 0,
     batches INTEGER NOT NULL DEFAULT 0,   -- of those that may be served again, how many hold it
-    content BLOB,                      -- TrainSample without its arrays, as it was buffered
     PRIMARY KEY (sample, position, model_id)
 ) WITHOUT ROWID;
 CREATE INDEX sequences_live ON sequences (model_id, buffered, arrival, sample) WHERE buffered OR batches;
@@ -72,10 +68,21 @@ CREATE TABLE batches (
     version INTEGER NOT NULL,
     incarnation INTEGER NOT NULL,
     samples INTEGER NOT NULL,
-    kept INTEGER NOT NULL DEFAULT 1,   -- it may be served again
-    content BLOB                       -- TrainSamples without their arrays, while kept
+    fresh INTEGER NOT NULL,            -- units of it that were not replayed
+    kept INTEGER NOT NULL DEFAULT 1    -- it may be served again
 );
 CREATE INDEX batches_kept ON batches (model_id, version) WHERE kept;
+
+-- Payloads, in tables of their own: only rows that are deleted give their pages back.
+CREATE TABLE tasks (group_id INTEGER PRIMARY KEY, packed BLOB NOT NULL);           -- RolloutTask
+CREATE TABLE trajectories (sample INTEGER PRIMARY KEY, packed BLOB NOT NULL);      -- Trajectory
+CREATE TABLE contents (                -- TrainSample without its arrays, as it was buffered
+    sample INTEGER NOT NULL,
+    position INTEGER NOT NULL,
+    packed BLOB NOT NULL,
+    PRIMARY KEY (sample, position)
+) WITHOUT ROWID;
+CREATE TABLE served (batch INTEGER PRIMARY KEY, packed BLOB NOT NULL);             -- TrainSamples without their arrays
 
 CREATE TABLE versions (
     id INTEGER PRIMARY KEY,
