@@ -50,7 +50,8 @@ async def main() -> None:
     for line in iter(sys.stdin.readline, ""):  # blocks: there is nothing else to do
         count = int(line)
         async with AsyncExitStack() as stack:
-            proxies = [await stack.enter_async_context(connect(address, Post)) for _ in range(connections)]
+            doors = [connect(address, Post, connect_timeout=100) for _ in range(connections)]
+            proxies = [await stack.enter_async_context(door) for door in doors]
             print("connected", flush=True)
             sys.stdin.readline()
             took = await asyncio.gather(*(calls(proxy, count) for proxy in proxies))
