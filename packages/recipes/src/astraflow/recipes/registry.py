@@ -10,6 +10,7 @@ from .recipe import Recipe
 RECIPES = {
     "math-multi-agent": "astraflow.recipes.math_multi_agent",
     "math-efficient-data": "astraflow.recipes.math_efficient_data",
+    "compare-losses": "astraflow.recipes.compare_losses",
 }
 
 
