@@ -72,8 +72,12 @@ def ours(rows: Rows, model: Path) -> Iterator[Callable[[], None]]:
     config = TrainerConfig(lr=1e-6, minibatches=1, micro_tokens=ROWS * LONGEST, loss=LossConfig(name="ppo", kl=0.0))
     backend = TorchBackend(PolicySpec(model_id="p", model=str(model), directory="unused"), config)
     batch = TrainBatch(batch_id="b", model_id="p", version=0, samples=tuple(samples))
+
+    def step() -> None:
+        backend.step(batch)
+
     while True:
-        yield lambda: backend.step(batch) and None
+        yield step
 
 
 def padded_rows(rows: Rows) -> dict[str, torch.Tensor]:
