@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import msgspec
 import pytest
 
 from astraflow.dataflow import (
@@ -438,3 +439,51 @@ async def test_batches_beyond_what_memory_holds_come_again_from_the_file(
         killed = copied(path, "b.sqlite")
     async with opened(killed, policies=policies) as dataflow:
         assert [(await kit.ask(dataflow, two, at)).batch for at in range(70)] == batches
+
+
+async def test_a_slow_disk_holds_up_acknowledgements_and_nothing_else(
+    kit: Any, opened: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("astraflow.dataflow.journal.journal.FULL_BYTES", 400)
+    path = tmp_path / "a.sqlite"
+    async with opened(path) as dataflow:
+        await kit.start(dataflow, policies=NAMES)
+        tasks = await kit.lease(dataflow, 3)
+        done: list[str] = []
+
+        async def submit(task: Any) -> None:
+            await kit.submit(dataflow, task, [dict.fromkeys(NAMES, 1.0), dict.fromkeys(NAMES, 0.0)])
+            done.append(task.task_id)
+
+        other = sqlite3.connect(path, isolation_level=None)
+        other.execute("BEGIN IMMEDIATE")  # the writer can do nothing now
+        async with anyio.create_task_group() as submits:
+            for task in tasks:
+                submits.start_soon(submit, task)
+            await anyio.sleep(0.3)
+            status, early = await dataflow.status(Empty()), list(done)
+            other.execute("ROLLBACK")
+        assert early == []
+        assert status.policies[0].buffered < 6, "when much is waiting no more is taken"
+        assert status.error == ""
+        assert sorted(done) == sorted(task.task_id for task in tasks)
+        assert (await dataflow.status(Empty())).policies[0].buffered == 6
+
+
+def test_a_full_disk_is_said_and_loses_nothing(tmp_path: Path) -> None:
+    """The file may not grow beyond a limit, as on a full disk."""
+    path = tmp_path / "a.sqlite"
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 19, 1 << 19))\n"
+    done = subprocess.run(
+        [sys.executable, "-c", limit + SCRIPT.replace("range(1000)", "range(10**6)"), str(path)],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert "RunFailed: the journal" in done.stderr
+    assert "Make room or mend the disk" in done.stderr
+    with sqlite3.connect(path) as journal:
+        (packed,) = journal.execute("SELECT value FROM state WHERE key = 'policy/solver'").fetchone()
+    incarnation = msgspec.msgpack.decode(packed)["lineage"]["incarnation"]
+    said = [int(line) for line in done.stdout.splitlines() if line.isdigit()]
+    assert incarnation >= said[-1] > 5
