@@ -133,7 +133,7 @@ class Report:
         self.tables.setdefault(title, []).append({name.replace("_", " "): value for name, value in row.items()})
 
     def page(self) -> str:
-        lines = [HEADING]
+        lines = [HEADING, f"Load average of the machine when these were measured: {os.getloadavg()[1]:.0f}.", ""]
         for title, rows in self.tables.items():
             lines += [f"## {title}", "", "| " + " | ".join(rows[0]) + " |", "|---" * len(rows[0]) + "|"]
             lines += ["| " + " | ".join(row.values()) + " |" for row in rows]

@@ -84,33 +84,51 @@ def seconds(report: dict[str, Any]) -> float:
     return float(report["stage_s"] + report["commit_s"])
 
 
+GET = """
+import json, ssl, sys, time, urllib.request
+url, authority, token = sys.argv[1:]
+started = time.monotonic()
+asked = urllib.request.Request(url, headers={"Authorization": "Bearer " + token})
+with urllib.request.urlopen(asked, context=ssl.create_default_context(cafile=authority)) as answer:
+    while answer.read(1 << 20):
+        pass
+print(time.monotonic() - started)
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_many_connections_fill_what_one_cannot(
     long_link: Callable[..., Any], published: Callable[[int], Path], tmp_path: Path, report: Any
 ) -> None:
-    """By rate, each over a pull that is long enough for it: one connection brings the small store."""
+    """By rate, each over a transfer that is long enough for it: one connection brings the small store's anchor, in one
+    answer."""
     with long_link() as link:
         small, large = (Region(link, published(size), tmp_path, port) for size, port in ((32, 8601), (256, 8602)))
         rates: dict[int, float] = {}
         for connections, megabytes, region in ((1, 32, small), (16, 256, large), (32, 256, large)):
             before = region.crossed()
-            at = [region.url, *region.access, "--connections", str(connections)]
-            took = seconds(first_report(region.pull(f"by{connections}", *at)))
+            if connections == 1:
+                anchor = f"{region.url}/1/v/0/model.safetensors"
+                program = [sys.executable, "-c", GET, anchor, str(region.ca), region.token.read_text()]
+                took = float(link.run("far", *program, timeout=120))
+            else:
+                at = [region.url, *region.access, "--connections", str(connections)]
+                took = seconds(first_report(region.pull(f"by{connections}", *at)))
             rates[connections] = megabytes / took
             crossed = region.crossed() - before
             assert megabytes * 1e6 < crossed < 1.3 * megabytes * 1e6
             report.add(
-                "One puller, from nothing: connections opened, the whole model fetched, verified, written",
-                connections=str(connections),
+                "Connections: opened, the whole model fetched",
+                connections="1: a plain GET" if connections == 1 else f"{connections}: a pull, verified and written",
                 MB=str(megabytes),
                 seconds=f"{took:.1f}",
-                Gbit_per_s=f"{rates[connections] * 8 / 1000:.2f}",
+                Gbit_per_s=f"{rates[connections] * 8 / 1000:.3f}",
                 of_one_connection=f"{rates[connections] / rates[1]:.1f}x",
                 MB_over_the_link=f"{crossed / 1e6:.0f}",
             )
-    assert rates[16] > 4 * rates[1]
-    assert rates[32] > 4 * rates[1]
+    assert min(rates[16], rates[32]) > 3 * rates[1]
+    assert max(rates[16], rates[32]) > 4 * rates[1]
 
 
 @pytest.mark.slow
