@@ -52,7 +52,7 @@ def table(comparison: Comparison) -> Table:
     made = Table(title=title)
     made.add_column("", no_wrap=True)
     for column, _, _ in COLUMNS:
-        made.add_column(column, justify="right")
+        made.add_column(column, justify="right", min_width=max(map(len, column.split())))
     for name, runs in by_variant(comparison).items():
         made.add_row(VARIANTS[name].title, *(spread([value(r) for r in runs], digits) for _, value, digits in COLUMNS))
     return made
