@@ -326,7 +326,7 @@ def percentile(values: list[float], share: float) -> float:
 
 
 async def serve_fleet(path: str) -> None:
-    flow = dataflow(2048, 2, staleness=12)
+    flow = dataflow(512, 2, staleness=51)
     probe = ProbeImpl(flow)
     async with serve(flow, DataflowService, f"unix:{path}"), serve(probe, Probe, f"unix:{path}.probe"):
         say("ready")

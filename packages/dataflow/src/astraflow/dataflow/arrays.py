@@ -13,7 +13,7 @@ DTYPES = {name: np.dtype(name) for name in ("bool", "uint8", "int32", "int64", "
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-class Array(msgspec.Struct, frozen=True, array_like=True):
+class Array(msgspec.Struct, gc=False, frozen=True, array_like=True):
     """An n-dimensional array on the wire; `numpy()` is a view of the received bytes, without a copy."""
 
     dtype: str

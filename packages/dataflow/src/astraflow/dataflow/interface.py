@@ -30,7 +30,7 @@ Phase = Literal["starting", "running", "evaluating", "finished"]
 Scalar = str | int | float | bool
 
 
-class Message(msgspec.Struct, frozen=True):
+class Message(msgspec.Struct, gc=False, frozen=True):
     """One turn as people read it. `name` says which policy or tool spoke, where that is not plain from the role."""
 
     role: str
@@ -38,7 +38,7 @@ class Message(msgspec.Struct, frozen=True):
     name: str = ""
 
 
-class Prompt(msgspec.Struct, frozen=True):
+class Prompt(msgspec.Struct, gc=False, frozen=True):
     """One problem. `id` is unique in its source; `reference` is the answer, never shown to a policy."""
 
     id: str
@@ -96,7 +96,7 @@ class RolloutTask(msgspec.Struct, frozen=True, kw_only=True):
     done: tuple[int, ...] = ()
 
 
-class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
+class Trajectory(msgspec.Struct, gc=False, frozen=True, kw_only=True):
     """One sample across policies: their sequences, the messages for people, and metrics (evaluation averages them)."""
 
     sequences: tuple[Sequence, ...] = ()
@@ -106,7 +106,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
 
 
-class SampleResult(msgspec.Struct, frozen=True, kw_only=True):
+class SampleResult(msgspec.Struct, gc=False, frozen=True, kw_only=True):
     """One trajectory of a task as a worker submits it. `seconds` is from lease to submit; `tokens` were sampled, also
     where nothing came of them; `incarnations` are, for the policies whose weights had been published, those of the
     oldest weights that had a part in it."""
@@ -128,7 +128,7 @@ class RolloutGroup(msgspec.Struct, frozen=True, kw_only=True):
     trajectories: tuple[Trajectory | None, ...]
 
 
-class TrainSample(msgspec.Struct, frozen=True, kw_only=True):
+class TrainSample(msgspec.Struct, gc=False, frozen=True, kw_only=True):
     """A sequence with the statistics of its (task, model_id) group, taken over trajectories.
 
     `group_std` is unbiased, 0 for a group of one. `weight` multiplies its loss (importance correction); `ratio_range`
@@ -212,7 +212,7 @@ class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):
     swap_pause_s: float = 0.0
 
 
-class TaskProgress(msgspec.Struct, frozen=True, array_like=True):
+class TaskProgress(msgspec.Struct, gc=False, frozen=True, array_like=True):
     """How far a task is: `tokens` sampled so far in this attempt. `began` has the policies in which every sample that
     is still open has a token: the newest of the versions that the samples' oldest tokens are of."""
 

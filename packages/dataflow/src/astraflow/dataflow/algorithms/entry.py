@@ -7,7 +7,7 @@ import msgspec
 from ..interface import TrainSample
 
 
-class Entry(msgspec.Struct, frozen=True):
+class Entry(msgspec.Struct, gc=False, frozen=True):
     """A sequence with the version that counts for its staleness (see `PolicyBuffer.rebase`) and its arrival."""
 
     oldest: int
