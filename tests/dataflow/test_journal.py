@@ -9,7 +9,7 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
@@ -487,3 +487,46 @@ def test_a_full_disk_is_said_and_loses_nothing(tmp_path: Path) -> None:
     incarnation = msgspec.msgpack.decode(packed)["lineage"]["incarnation"]
     said = [int(line) for line in done.stdout.splitlines() if line.isdigit()]
     assert incarnation >= said[-1] > 5
+
+
+async def test_the_file_does_not_grow_with_the_run(
+    kit: Any, opened: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In pages that are in use; and everything that may still be served is there."""
+    for name, value in {
+        "READABLE_GROUPS": 10,
+        "REMEMBERED_GROUPS": 40,
+        "REMEMBERED_VERSIONS": 20,
+        "PRUNE_EVERY": 10,
+    }.items():
+        monkeypatch.setattr(f"astraflow.dataflow.journal.apply.{name}", value)
+    policies = (PolicyFeed(model_id="solver", batch_size=4, steps=1000, replay=Replay(ratio=0.5, capacity=20)),)
+    path = tmp_path / "a.sqlite"
+    sizes: list[int] = []
+    async with opened(path, policies=policies, source=ListSource(kit.prompts(50), seed=0)) as dataflow:
+        await kit.start(dataflow)
+        one = await kit.attach(dataflow)
+        for version in range(200):
+            for task in await kit.lease(dataflow, 2):
+                sample = kit.trajectory({"solver": 1.0}, {"solver": version}, metrics={"m": 1.0})
+                long = tuple(kit.sequence(reward=float(i), version=version, length=2000) for i in range(2))
+                made = (msgspec.structs.replace(sample, sequences=(sequence,)) for sequence in long)
+                results = tuple(kit.result(task, index, trajectory) for index, trajectory in enumerate(made))
+                await dataflow.submit(SubmitRequest(results=results))
+            await kit.ask(dataflow, one, version)
+            await kit.publish(dataflow, one, version + 1)
+            if version % 5 == 4:
+                await dataflow.commit(CommitRequest(model_id="solver", incarnation=one, version=version + 1))
+                with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as db:
+                    (used,) = db.execute(
+                        "SELECT page_count - freelist_count FROM pragma_page_count, pragma_freelist_count"
+                    )
+                    sizes.append(used[0])
+        killed = copied(path, "b.sqlite")
+    assert max(sizes[20:]) <= 1.2 * max(sizes[8:20]), sizes
+    async with opened(killed, policies=policies, source=ListSource(kit.prompts(50), seed=0)) as dataflow:
+        two = await kit.attach(dataflow, version=195)
+        served = [(await kit.ask(dataflow, two, at)).batch for at in range(195, 200)]
+        assert all(batch is not None for batch in served)
+        after = await dataflow.status(Empty())
+        assert after.policies[0].data["replay"]["kept"] > 0
