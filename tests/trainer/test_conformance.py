@@ -25,7 +25,6 @@ class Broken(TorchBackend):
     def step(self, batch):
         result = super().step(batch)
         result.metrics["loss"] = float("nan")
-        self._saved = {name: tensor.clone() for name, tensor in self._model.state_dict().items()}
         return StepResult(metrics=result.metrics)
 
     def weights(self):
