@@ -411,3 +411,23 @@ async def test_a_puller_goes_back_to_a_version_and_on_again(tmp_path: Path) -> N
     with pytest.raises(VersionGone):
         await puller.stage((1, 2))
     assert set(here["w"].tolist()) == {11.0}
+
+
+async def test_a_pull_says_how_far_it_is(store: Store, model: Arrays, small_frames: int, change: Change) -> None:
+    publisher = Publisher(store, stream="p", incarnation=1)
+    told: list[tuple[int, int]] = []
+    sink = TensorSink({name: np.zeros_like(array) for name, array in model.items()})
+    puller = Puller(store, sink, progress=lambda done, total: told.append((done, total)))
+    for version in range(2):
+        told.clear()
+        await publisher.publish(model, version)
+        report = await puller.pull()
+        assert report is not None
+        payload = report.full_bytes + report.delta_bytes
+        done = [count for count, _ in told]
+        assert {total for _, total in told} == {payload}
+        assert done == sorted(done)
+        assert len(done) > 1
+        # The header of an anchor is not read.
+        assert payload - 4096 < done[-1] <= payload
+        change(model, version)

@@ -71,10 +71,18 @@ async def run_pull(request: cli.Pull) -> int:
     """What arrived of a pull that is killed is kept in DIR/.spool, for the next one."""
     store, sink = open_source(request.source, request.access), SafetensorsSink(request.directory)
     spool = request.directory / SPOOL
-    puller = Puller(store, sink, mode=request.mode, connections=request.connections, spool=spool)
-    if request.follow:
-        await follow(puller, store, request)
-    report = await puller.pull()
+    with bytes_bar("pulling") as (bar, task):
+        puller = Puller(
+            store,
+            sink,
+            mode=request.mode,
+            connections=request.connections,
+            spool=spool,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+        if request.follow:
+            await follow(puller, store, request)
+        report = await puller.pull()
     if report is not None:
         show(report, request)
     elif sink.state().version < 0:

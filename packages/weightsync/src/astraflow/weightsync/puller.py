@@ -22,6 +22,7 @@ from .layout import dense_bytes
 from .leases import lease
 from .manifest import HEAD, Head, VersionRef, decode_head
 from .plan import Path, at, choose
+from .progress import Counted, Counter, Progress
 from .staging import stage
 
 log = structlog.get_logger(__name__)
@@ -103,7 +104,8 @@ class Puller:
 
     `mode` and `interval`: see `astraflow.weightsync.plan.choose`; `interval` counts only for `published`. From a store
     behind a link, `connections` ranges are read at once (16 to 32 fill a long one), and with a directory `spool`, which
-    no other puller may have, a puller that was killed goes on at the byte where it was.
+    no other puller may have, a puller that was killed goes on at the byte where it was. `progress` is told of the
+    payload bytes decoded and how many the pull has, from any thread.
     """
 
     def __init__(
@@ -115,10 +117,12 @@ class Puller:
         interval: int = 10,
         connections: int = 16,
         spool: str | os.PathLike[str] | None = None,
+        progress: Progress | None = None,
     ) -> None:
         if connections < 1:
             raise ValueError("connections is at least 1")
         self._connections = connections
+        self._progress = progress
         self._spool = os.fspath(spool) if spool is not None else None
         self._store = store
         self._sink = sink
@@ -222,11 +226,12 @@ class Puller:
         """What was staged; None if it was removed meanwhile."""
         try:
             assembler = await anyio.to_thread.run_sync(Assembler, self._store, path)
+            counter = Counter(self._progress, path.full_bytes + path.delta_bytes)
             if isinstance(self._store, RemoteStore):
                 async with fetching(self._store, assembler.blobs(), self._connections, self._spool) as link:
-                    await stage(assembler.reading(link), self._sink)
+                    await stage(assembler.reading(Counted(link, counter)), self._sink)
             else:
-                await stage(assembler, self._sink)
+                await stage(assembler.reading(Counted(self._store, counter)), self._sink)
         except FileNotFoundError as gone:
             head = await anyio.to_thread.run_sync(self._head)
             if head is None or not path.versions <= set(head.versions):

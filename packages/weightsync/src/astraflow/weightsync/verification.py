@@ -5,8 +5,7 @@ Each payload byte is read once. Memory is bounded by a few frames.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -23,10 +22,8 @@ from .interface import Bytes, CorruptVersion, Store
 from .layout import Frame, cut, group_frames
 from .leases import lease
 from .manifest import FrameRecord, Manifest, VersionRef, manifest_key, part_key
+from .progress import Counter, Progress
 from .workers import run_all
-
-Progress = Callable[[int, int], None]
-"""Called with bytes done and bytes in all, from any thread."""
 
 
 class Damage(msgspec.Struct, frozen=True, order=True):
@@ -73,7 +70,7 @@ async def verify(store: Store, progress: Progress | None = None) -> Verification
     cannot be read. Holds a lease on what it reads, where the store takes one."""
     head = await anyio.to_thread.run_sync(read_head, store)
     async with lease(store, head.versions):
-        counted = _Counter(progress, sum(ref.delta_bytes + ref.anchor_bytes for ref in head.versions))
+        counted = Counter(progress, sum(ref.delta_bytes + ref.anchor_bytes for ref in head.versions))
         loaded = await run_all(partial(_load, store), list(reversed(head.versions)))
         versions = [version for version in loaded if isinstance(version, _Version)]
         damage = [fault for fault in loaded if isinstance(fault, Damage)]
@@ -99,20 +96,6 @@ async def verify(store: Store, progress: Progress | None = None) -> Verification
     )
 
 
-class _Counter:
-    def __init__(self, progress: Progress | None, total: int) -> None:
-        self.done = 0
-        self._progress = progress
-        self._total = total
-        self._adding = threading.Lock()
-
-    def add(self, count: int) -> None:
-        with self._adding:
-            self.done += count
-            if self._progress is not None:
-                self._progress(self.done, self._total)
-
-
 def _load(store: Store, ref: VersionRef) -> _Version | Damage:
     try:
         manifest = read_manifest(store, ref)
@@ -130,7 +113,7 @@ def _load(store: Store, ref: VersionRef) -> _Version | Damage:
     return _Version(ref, manifest, placed)
 
 
-def _check_headers(store: Store, version: _Version, counted: _Counter) -> list[Damage]:
+def _check_headers(store: Store, version: _Version, counted: Counter) -> list[Damage]:
     """What precedes the tensors in an anchor, for those who open it as a safetensors file."""
     damage = []
     for blob in contents(version.ref, version.manifest):
@@ -158,7 +141,7 @@ def _runs(versions: Sequence[_Version]) -> Iterator[list[_Version]]:
         yield run
 
 
-def _check_group(store: Store, run: Sequence[_Version], counted: _Counter, group: range) -> _Checked:
+def _check_group(store: Store, run: Sequence[_Version], counted: Counter, group: range) -> _Checked:
     frames = cut(run[0].manifest.layout, run[0].manifest.frame_bytes)
     parts = [_check_frame(store, run, counted, position, frames[position]) for position in group]
     return _Checked(
@@ -168,7 +151,7 @@ def _check_group(store: Store, run: Sequence[_Version], counted: _Counter, group
     )
 
 
-def _check_frame(store: Store, run: Sequence[_Version], counted: _Counter, position: int, frame: Frame) -> _Checked:
+def _check_frame(store: Store, run: Sequence[_Version], counted: Counter, position: int, frame: Frame) -> _Checked:
     """One frame through all versions, as far as its bytes (`current`, those of the version `root`) are known."""
     damage: list[Damage] = []
     checked = unapplied = 0
