@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import resource
+from collections import deque
 
 import pytest
 from hypothesis import given, settings
@@ -54,6 +56,22 @@ def test_a_payload_is_read_only_and_its_own(size: int) -> None:
     view = memoryview(first)
     assert view.readonly
     assert view[0] == view[-1] == ord("a")
+
+
+def test_frames_that_are_held_a_while_use_memory_again() -> None:
+    """As those of a server that keeps what it was sent until a batch is full."""
+    reader, held = FrameReader(LIMIT), deque[Payload](maxlen=64)
+    data = frame(Item(1), bytes(140_000))
+
+    def faults(frames: int) -> int:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for _ in range(frames):
+            ((_, payload),) = feed(reader, data, [])
+            held.append(payload)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    faults(128)
+    assert faults(256) < 256 * 8  # a frame has 35 pages
 
 
 def test_a_length_above_the_limit_is_refused_before_its_frame_is_read() -> None:

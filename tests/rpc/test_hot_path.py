@@ -133,6 +133,21 @@ async def test_calls_in_flight_together_end_each_at_its_own_limit() -> None:
         assert took == pytest.approx([0.2] * 5, abs=0.04)
 
 
+async def test_limits_that_are_reached_at_once() -> None:
+    """The loop then gives no timer but a handle, which cannot say when."""
+    async with (
+        serve(DeskImpl(), Desk, "tcp://127.0.0.1:0", drain_timeout=0) as server,
+        connect(server.address, Desk, default_timeout=0.0004) as proxy,
+    ):
+
+        async def call() -> None:
+            with pytest.raises(DeadlineExceeded):
+                await proxy.wait()
+
+        for _ in range(20):
+            await asyncio.gather(*(call() for _ in range(4)))
+
+
 async def test_a_handler_that_will_not_be_cancelled_is_told_until_it_ends(address: str) -> None:
     impl = DeskImpl()
     async with serve(impl, Desk, address) as server:

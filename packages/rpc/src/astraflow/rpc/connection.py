@@ -177,6 +177,7 @@ class Connection:
         self._slots: anyio.Semaphore | None = None
         self._last_id = 0
         self._timer: asyncio.TimerHandle | None = None
+        self._look_at = math.inf
 
     async def handshake(self, token: str) -> None:
         """Introduce us.
@@ -239,7 +240,7 @@ class Connection:
         call = self._begin(UnaryCall, method, body, deadline, waited)
         if limit < math.inf:
             call.limit = limit
-            if self._timer is None or limit < self._timer.when():
+            if limit < self._look_at:
                 self._expire_at(limit)
         return call
 
@@ -290,10 +291,11 @@ class Connection:
         """
         if self._timer is not None:
             self._timer.cancel()
+        self._look_at = limit
         self._timer = self.loop.call_at(limit, self._expire)
 
     def _expire(self) -> None:
-        self._timer = None
+        self._timer, self._look_at = None, math.inf
         now = self.loop.time()
         waiting = [call for call in self.calls.values() if isinstance(call, UnaryCall) and not call.abandoned]
         for call in waiting:

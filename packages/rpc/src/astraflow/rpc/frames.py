@@ -5,8 +5,8 @@
     payload = msgpack of the method's message, of `Table` (Hello) or of `FailureBody` (Failure); else empty
 
 Invariants: a length above the limit is refused before anything of the frame is read or allocated; memory is taken as
-bytes come, so that a frame which was only announced costs none; a payload's buffer belongs to that frame alone and is
-read-only, so that views decoded from it stay valid for as long as they live.
+bytes come, so that a large frame which was only announced costs none; a payload's buffer belongs to that frame alone
+and is read-only, so that views decoded from it stay valid for as long as they live.
 """
 
 from __future__ import annotations
@@ -22,6 +22,10 @@ from .interface import FrameTooLarge, ProtocolError
 
 VERSION = 1
 SCRATCH = 1 << 16
+MEDIUM = 1 << 18
+"""Frames up to this size come from the heap. Many of them may be held at once, more than are kept for the next one, and
+what the heap gives was mostly used before: pages from the kernel cost a fault each."""
+
 MAX_FRAME = 64 << 20
 """Default limit in bytes. msgspec holds the interpreter while it copies: 64 MiB of arrays take about 40 ms a side."""
 
@@ -209,7 +213,8 @@ class FrameReader:
         """Keep what has come of the frame from `start` to `stop`, and see that the rest finds room."""
         pending = self._end - start
         if pending >= 4 and stop - start > SCRATCH:
-            self._large = memoryview(self._buffers.take(stop - start))[: stop - start]
+            size = stop - start
+            self._large = memoryview(bytearray(size) if size <= MEDIUM else self._buffers.take(size))[:size]
             self._filled = pending
             self._large[:pending] = self._scratch[start : self._end]
             pending = 0
