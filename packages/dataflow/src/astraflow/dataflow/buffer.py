@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from .algorithms.batching import BatchBy, first_units, unit_key
 from .algorithms.entry import Entry
-from .algorithms.order import Order
+from .algorithms.order import EarliestDeadline, Order
 from .interface import TrainSample
 
 
@@ -55,7 +55,10 @@ class PolicyBuffer:
         and what was dropped to make room."""
         self._arrivals += 1
         entry = Entry(min(sample.sequence.oldest_version, newest_version), self._arrivals, sample)
-        insort(self._entries, entry, key=_age)
+        if self._entries and self._entries[-1].oldest > entry.oldest:
+            insort(self._entries, entry, key=_age)
+        else:  # nearly always: versions only grow, and so do arrivals
+            self._entries.append(entry)
         self._sizes[unit_key(entry, self._by)] += 1
         dropped: list[Entry] = []
         while self.units > self._bound:
@@ -77,7 +80,9 @@ class PolicyBuffer:
 
     def take(self, count: int) -> list[Entry]:
         """Remove and return the sequences of up to `count` units in the policy's order."""
-        return self._remove(first_units(sorted(self._entries, key=self._order.key), count, self._by))
+        by_age = type(self._order) is EarliestDeadline  # as they are kept
+        ordered = self._entries if by_age else sorted(self._entries, key=self._order.key)
+        return self._remove(first_units(ordered, count, self._by))
 
     def _remove(self, entries: list[Entry]) -> list[Entry]:
         gone = {entry.arrival for entry in entries}
