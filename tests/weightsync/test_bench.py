@@ -15,7 +15,7 @@ from astraflow.weightsync.bench.data import Trained, bf16
 from astraflow.weightsync.bench.encodings import Encoding, encodings
 from astraflow.weightsync.bench.files import FileSpeed, file_apply
 from astraflow.weightsync.bench.report import Row, Table
-from astraflow.weightsync.bench.speed import Pair, Speed, measure, scaling
+from astraflow.weightsync.bench.speed import Pair, Scaling, Speed, measure, scaling
 
 U16 = NDArray[np.uint16]
 
@@ -83,7 +83,7 @@ def test_bf16_is_rounded_as_torch_does() -> None:
 
 def test_files_and_threads_are_measured(versions: tuple[U16, U16]) -> None:
     encoding = encodings()[-1]
-    assert scaling(encoding, pair(*versions), 2) > 0
+    assert min(scaling(encoding, pair(*versions), 2)) > 0
     assert min(file_apply(pair(*versions))) > 0
 
 
@@ -93,7 +93,7 @@ def results(aware_bits: float) -> Results:
     table = Table(0.01, bounds(np.array([0x80, 0x80], np.uint16), np.array([0x80, 0x81], np.uint16)), rows)
     table = table._replace(bound=table.bound._replace(base_free=9.8))
     rises = dict.fromkeys([*names, "publisher", "file", "live"], 1 << 20)
-    return Results(10**6, [table], FileSpeed(5e9, 2e9), 1.9, rises, 10**8)
+    return Results(10**6, [table], FileSpeed(5e9, 2e9), Scaling(1.9, 2.0), rises, 10**8)
 
 
 def test_a_bar_that_is_missed_fails() -> None:

@@ -14,7 +14,7 @@ import blake3
 import numpy as np
 import xxhash
 
-from .codecs import Change, decode, sparse_is_smaller, write
+from .codecs import Change, decode, patch, sparse_is_smaller
 from .frames import count_codecs, density
 from .interface import Bytes, CorruptVersion, Sink, Store, WeightSyncError, WrongBase
 from .layout import ITEMSIZE, cut, elements
@@ -146,9 +146,8 @@ class Assembler:
             if record.size:
                 payload = self._payload(manifest, record, span)
                 current = self._apply(position, manifest, payload, current, room, changes)
-            elif record.dense == verified:
-                continue
-            self._verify(current, record, position, manifest)
+            elif record.dense != verified:
+                self._verify(current, record, position, manifest)
             verified = record.dense
         if not verified:
             self._verify(current, self.target.frames[position], position, self.target)
@@ -157,18 +156,21 @@ class Assembler:
     def _apply(
         self, position: int, manifest: Manifest, payload: memoryview, current: Bytes, room: Bytes, changes: list[Change]
     ) -> Bytes:
+        """`current` through one delta, verified."""
         record, dtype = manifest.frames[position], self._dtype(position)
-        copy = None if np.may_share_memory(current, room) else room
         with self.seconds.of("decode"):
             try:
-                change = decode(record.codec, record.changed, payload, current, dtype, copy)
+                change = decode(record.codec, record.changed, payload, current, dtype)
             except CorruptVersion as error:  # the payload is the publisher's, so it is the base that is not
                 raise self._mismatch(position, manifest) from error
         changes.append(change)
         if change.at is None:
+            self._verify(change.data, record, position, manifest)
             return change.data
         with self.seconds.of("apply"):
-            write(change, room, dtype)
+            intact = patch(change, current, room, dtype) == record.dense
+        if not intact:
+            raise self._mismatch(position, manifest)
         return room
 
     def _dtype(self, position: int) -> str:

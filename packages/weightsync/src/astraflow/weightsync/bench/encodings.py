@@ -17,12 +17,11 @@ from ..layout import elements
 
 Payload = bytes | memoryview
 Pack = Callable[[Bytes, Bytes], Payload]
-Unpack = Callable[[Payload, Bytes, Bytes], Change]
+Unpack = Callable[[Payload, Bytes], Change]
 
 
 class Encoding(NamedTuple):
-    """`unpack(payload, old, room)` says what becomes of `old`, which it does not write to. `room` is a copy of `old`
-    then, but where what becomes is a whole frame."""
+    """`unpack(payload, old)` says what becomes of `old`, which it does not write to."""
 
     name: str
     pack: Pack
@@ -51,17 +50,16 @@ def _codec(name: Codec) -> tuple[Pack, Unpack]:
             return b""
         return bytes([made.codec]) + made.changed.to_bytes(4, "little") + made.payload
 
-    def unpack(payload: Payload, old: Bytes, room: Bytes) -> Change:
+    def unpack(payload: Payload, old: Bytes) -> Change:
         if not payload:
-            room[:] = old
             return Change(np.empty(0, np.int64), np.empty(0, np.uint8))
         view = memoryview(payload)
-        return decode(view[0], int.from_bytes(view[1:5], "little"), view[5:], old, "BF16", room)
+        return decode(view[0], int.from_bytes(view[1:5], "little"), view[5:], old, "BF16")
 
     return pack, unpack
 
 
-def _dense(payload: Payload, old: Bytes, room: Bytes) -> Change:
+def _dense(payload: Payload, old: Bytes) -> Change:
     return Change(None, np.frombuffer(payload, np.uint8))
 
 
@@ -70,8 +68,7 @@ def _pack_index(old: Bytes, new: Bytes) -> Payload:
     return index.astype(np.uint32).tobytes() + elements(new, 2)[index].tobytes()
 
 
-def _unpack_index(payload: Payload, old: Bytes, room: Bytes) -> Change:
-    room[:] = old
+def _unpack_index(payload: Payload, old: Bytes) -> Change:
     count = len(payload) // 6
     index = np.frombuffer(payload, np.uint32, count).astype(np.int64)
     return Change(index, np.frombuffer(payload, np.uint8, offset=4 * count))
@@ -88,8 +85,7 @@ def _pack_gaps(old: Bytes, new: Bytes) -> Payload:
     return len(spread).to_bytes(4, "little") + zstandard.ZstdCompressor(level=1).compress(plain)
 
 
-def _unpack_gaps(payload: Payload, old: Bytes, room: Bytes) -> Change:
-    room[:] = old
+def _unpack_gaps(payload: Payload, old: Bytes) -> Change:
     plain = zstandard.ZstdDecompressor().decompress(memoryview(payload)[4:])
     spread = np.frombuffer(plain, np.uint16, int.from_bytes(payload[:4], "little"))
     changes = spread != 0xFFFF
@@ -101,5 +97,5 @@ def _pack_xor(old: Bytes, new: Bytes) -> Payload:
     return zstandard.ZstdCompressor(level=1).compress((old ^ new).data)
 
 
-def _unpack_xor(payload: Payload, old: Bytes, room: Bytes) -> Change:
+def _unpack_xor(payload: Payload, old: Bytes) -> Change:
     return Change(None, old ^ np.frombuffer(zstandard.ZstdDecompressor().decompress(payload), np.uint8))

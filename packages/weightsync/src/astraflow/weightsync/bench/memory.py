@@ -99,7 +99,7 @@ def _encoding(name: str, versions: _Versions, peak: Peak) -> None:
     with peak.watched():
         for key, bits in versions.old.items():
             old, new = (side.reshape(-1).view(np.uint8) for side in (bits, versions.new[key]))
-            encoding.unpack(encoding.pack(old, new), old, np.empty_like(old))
+            encoding.unpack(encoding.pack(old, new), old)
 
 
 async def _publisher(old: Tensors, new: Tensors, directory: Path, peak: Peak) -> None:

@@ -28,11 +28,11 @@ from . import numbers
 from .changes import CHUNK_BYTES, Bits, Index, Unsigned, count, from_gaps, gaps, no_bits, positions
 from .order import Float, add_steps, steps
 
-MAX_CLASSES = 5
+MAX_CLASSES = 4
 """More of them than this do not pay for the headers of their parts."""
 MIN_CHANGES = 300
 """Changes that a class must hold to be worth the header of its parts."""
-MEMBERS = 1 / 64
+MEMBERS = 1 / 80
 """The share of the elements that all classes may hold together: finding them is most of the decoder's work."""
 MOST_MEMBERS = 1 / 2
 """The share that a decoder takes for an honest mistake of the encoder's sample; it bounds the memory."""
@@ -97,14 +97,11 @@ def pack(index: Index, old: Unsigned, new: Unsigned, kind: Float) -> bytes | Non
     return header + b"".join(part for pair in packed for part in pair)
 
 
-def unpack(
-    payload: memoryview, changed: int, values: Unsigned, kind: Float, room: Unsigned | None = None
-) -> tuple[Index, Unsigned]:
-    """Positions, in no order, and new values, both [changed]; `values` are the old ones of all elements, which are in
-    `room` then, if there is one. Raises CorruptVersion."""
+def unpack(payload: memoryview, changed: int, values: Unsigned, kind: Float) -> tuple[Index, Unsigned]:
+    """Positions, ascending within each class and the rest, and new values, both [changed]; `values` are the old ones of
+    all elements. Raises CorruptVersion."""
     cuts, parts = _read(payload, changed, kind)
-    small = _below(values, cuts[-1], kind, room)
-    values = values if room is None else room
+    small = _below(values, cuts[-1], kind)
     if count(small) > MOST_MEMBERS * len(values):
         raise CorruptVersion(f"a payload has classes that hold {count(small)} of {len(values)} elements")
     members, ends = _members(values, small, cuts, kind)
@@ -147,14 +144,17 @@ def _read(payload: memoryview, changed: int, kind: Float) -> tuple[Sequence[int]
 
 
 def _members(values: Unsigned, small: Bits, cuts: Sequence[int], kind: Float) -> tuple[Index, list[int]]:
-    """The elements that are `small`, by exponent and then by position; class k is `[ends[k], ends[k + 1])` of them."""
+    """The elements that are `small`, by class and then by position; class k is `[ends[k], ends[k + 1])` of them."""
     inside = positions(small)
-    exponents = exponent(values[inside], kind)
-    return inside[np.argsort(exponents, kind="stable")], [0, *(int(np.count_nonzero(exponents < cut)) for cut in cuts)]
+    classes = np.zeros(256, np.uint8)
+    for cut in cuts:
+        classes[cut:] += 1
+    of = classes[exponent(values[inside], kind)]
+    return inside[np.argsort(of, kind="stable")], [0, *(int(np.count_nonzero(of <= k)) for k in range(len(cuts)))]
 
 
-def _below(values: Unsigned, cut: int, kind: Float, room: Unsigned | None = None) -> Bits:
-    """The elements whose exponent is below `cut`. All of them are copied to `room`, if there is one."""
+def _below(values: Unsigned, cut: int, kind: Float) -> Bits:
+    """The elements whose exponent is below `cut`."""
     limit = values.dtype.type(cut << (kind.mantissa + 1))
     step = CHUNK_BYTES // values.itemsize
     bits = no_bits(len(values))
@@ -163,9 +163,6 @@ def _below(values: Unsigned, cut: int, kind: Float, room: Unsigned | None = None
     for start in range(0, len(values), step):
         stop = min(start + step, len(values))
         part = values[start:stop]
-        if room is not None:
-            room[start:stop] = part
-            part = room[start:stop]
         doubled = np.add(part, part, out=magnitude[: stop - start])  # without the sign
         small = np.less(doubled, limit, out=mask[: stop - start])
         bits[start // 8 : -(-stop // 8)] = np.packbits(small, bitorder="little")
