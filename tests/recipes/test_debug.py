@@ -73,7 +73,7 @@ def test_an_exception_shows_one_cause_and_where_it_belongs(tmp_path: Path) -> No
 def test_breakpoints_stop_in_a_workflow_a_filter_and_a_loss(tmp_path: Path) -> None:
     setup = """
 from astraflow.dataflow import service
-from astraflow.trainer import torch_backend
+from astraflow.trainer.losses import clipped
 
 def once(module, name):
     original = getattr(module, name)
@@ -86,7 +86,7 @@ def once(module, name):
     setattr(module, name, stopped)
 
 once(service, "policy_group")
-once(torch_backend, "clipped_surrogate")
+once(clipped, "clipped_surrogate")
 """
     workflow = "if not hasattr(module, 'seen'): module.seen = True; breakpoint()"
     output = run(tmp_path, workflow, setup, "p task.n_samples\nc\np name\nc\np name\nc\n")
