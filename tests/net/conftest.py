@@ -3,7 +3,7 @@
 `long_link()` starts one and gives a `LongLink`. It needs Linux, iproute2 and util-linux, and root or user namespaces
 that may open /dev/net/tun; where that is missing, the tests that ask for it are skipped and say why.
 
-`pytest tests/net --report FILE` writes what the tests measured as a page.
+`pytest -m slow tests/net --report FILE` writes what the tests measured as a page.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ way, a queue of 200 ms, no loss, TCP with its buffers as the system has them. Ev
 server, TLS, relay, pullers. By itself the relay carries 6 to 9 Gbit/s here. Made by
 
 ```bash
-uv run pytest tests/net --report docs/benchmarks/weightsync-net.md
+uv run pytest -m slow tests/net --report docs/benchmarks/weightsync-net.md
 ```
 """
 
