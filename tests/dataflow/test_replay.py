@@ -139,14 +139,14 @@ def test_a_batch_has_its_share_of_replay_and_the_rest_is_fresh(kit: Any) -> None
     supply = serving(batch_size=10, replay=Replay(ratio=0.35))
     fill(kit, supply, 20)
     first = supply.cut(0)
-    assert (first.fresh, len(first.samples)) == (10, 10), "nothing was consumed yet"
+    assert (first.figures.fresh, len(first.samples)) == (10, 10), "nothing was consumed yet"
     assert supply.fresh_needed(1) == 7
     second = supply.cut(1)
-    assert (second.fresh, len(second.samples)) == (7, 10)
+    assert (second.figures.fresh, len(second.samples)) == (7, 10)
     assert [sample.replayed for sample in second.samples] == [False] * 7 + [True] * 3
     assert set(ids(second.samples[7:])) <= set(ids(first.samples))
     assert len(set(ids(second.samples))) == 10
-    assert second.stats() == {"samples": 10.0, "replayed": 3.0, "effective": 1.0}
+    assert second.figures.stats() == {"samples": 10.0, "replayed": 3.0, "effective": 1.0}
 
 
 def test_replay_fills_only_as_far_as_it_can(kit: Any) -> None:
@@ -156,7 +156,7 @@ def test_replay_fills_only_as_far_as_it_can(kit: Any) -> None:
     fill(kit, supply, 8, version=9, first=16)
     assert len(supply.drop_stale(9)) == 8
     assert supply.fresh_needed(9) == 8, "all consumed samples are too stale by now"
-    assert supply.cut(9).fresh == 8
+    assert supply.cut(9).figures.fresh == 8
 
 
 def test_a_last_smaller_batch_keeps_the_mix(kit: Any) -> None:
@@ -165,7 +165,7 @@ def test_a_last_smaller_batch_keeps_the_mix(kit: Any) -> None:
     supply.cut(0)
     fill(kit, supply, 3, version=1, first=8, group=3)
     last = supply.cut(1)
-    assert (last.fresh, len(last.samples)) == (3, 6)
+    assert (last.figures.fresh, len(last.samples)) == (3, 6)
 
 
 def test_batches_of_whole_groups(kit: Any) -> None:
@@ -176,7 +176,7 @@ def test_batches_of_whole_groups(kit: Any) -> None:
     assert {sample.group_id for sample in first.samples} == {"t0", "t4", "t8"}
     assert len(first.samples) == 12
     second = supply.cut(1)
-    assert (second.fresh, len(second.samples)) == (8, 12), "int(3 * 0.4) = 1 group is replayed"
+    assert (second.figures.fresh, len(second.samples)) == (8, 12), "int(3 * 0.4) = 1 group is replayed"
     assert len({sample.group_id for sample in second.samples}) == 3
 
 
@@ -237,7 +237,7 @@ def test_staleness_of_a_batch_is_reported(kit: Any) -> None:
     mixed = msgspec.structs.replace(sample.sequence, versions=Array.of(versions))
     supply.add(msgspec.structs.replace(sample, sequence=mixed), 9)
     fill(kit, supply, 1, version=6, first=1, group=1)
-    cut = supply.cut(7)
+    cut = supply.cut(7).figures
     assert (cut.staleness_mean, cut.staleness_max, cut.staleness_min, cut.version_span) == (3.0, 5, 1, 3)
 
 

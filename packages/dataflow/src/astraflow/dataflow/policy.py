@@ -19,7 +19,7 @@ from .admission import YieldAverage, has_room
 from .algorithms.entry import Entry
 from .algorithms.stage import AlgorithmFailed, Stage
 from .balance import wait_fraction
-from .batches import IN_MEMORY, Batches, Served
+from .batches import Batches, Served
 from .config import DataflowConfig, PolicyFeed
 from .figures import PolicyStatus
 from .filters import FilterChain
@@ -28,11 +28,13 @@ from .ingest import sequence_ids
 from .interface import AttachRequest, Fenced, PolicyVersion, RolloutGroup, StepReport, TrainBatch, TrainSample
 from .journal import Attached, Cut, Dropped, Forgotten, Kept, NoJournal, Published, Stepped, Touched
 from .lineage import Lineage, check_consumed
-from .serving import Content, Serving
+from .serving import BatchFigures, Serving
 from .signals import Signal
 from .window import Sums, Window, mean
 
 REMEMBERED_REWARDS = 4096
+REMEMBERED_FIGURES = 8
+"""Batches whose figures can be asked for: a trainer reports of one that was cut a while ago."""
 
 
 class PolicyState(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,7 +75,7 @@ class PolicyStream:
         self._keep_checkpoints = config.keep_checkpoints
         self._record = journal.record
         self._batches = Batches(journal.keeps)
-        self._contents: deque[tuple[int, Content]] = deque(maxlen=IN_MEMORY)
+        self._figures: deque[tuple[int, BatchFigures]] = deque(maxlen=REMEMBERED_FIGURES)
         self._dropped: Counter[str] = Counter()
         self._drought = Drought()
         self._stale_in_a_row = 0
@@ -98,7 +100,7 @@ class PolicyStream:
             yields=self._yields.state(),
             produced=self._produced,
             consumed=self._consumed,
-            dropped={reason: count for reason, count in self._dropped.items() if count},
+            dropped=dict(self._dropped),
         )
 
     def restore(
@@ -262,23 +264,21 @@ class PolicyStream:
             )
         return self._serving.units >= (1 if tail else self._serving.fresh_needed(version))
 
-    def cut(self, version: int, now: float) -> TrainBatch:
+    def cut(self, version: int, now: float) -> None:
         """Take the batch for `version`, which must be `ready`."""
         content = self._serving.cut(version)
-        self._contents.append((version, content))
+        self._figures.append((version, content.figures))
         batch = TrainBatch(
             batch_id=f"{self.feed.model_id}/{self.incarnation}/{version}",
             model_id=self.feed.model_id,
             version=version,
             samples=content.samples,
         )
-        fresh = self._fresh_units(batch)
-        self._batches.add(version, Served(batch.batch_id, fresh, batch))
-        self._record(Cut(batch, self.incarnation, fresh))
+        self._batches.add(version, Served(batch.batch_id, content.fresh_units, batch))
+        self._record(Cut(batch, self.incarnation, content.fresh_units))
         self._stale_in_a_row = 0
-        self._consumed += content.fresh
-        self._used.add(now, content.fresh)
-        return batch
+        self._consumed += content.figures.fresh
+        self._used.add(now, content.figures.fresh)
 
     # --- data --------------------------------------------------------------------------------------------------
 
@@ -297,10 +297,6 @@ class PolicyStream:
             cut=untrained,
             horizon=fresh if self._synchronous else max(self.feed.horizon, fresh),
         )
-
-    def _fresh_units(self, batch: TrainBatch) -> int:
-        fresh = [sample for sample in batch.samples if not sample.replayed]
-        return len(fresh) if self.feed.batch_by == "samples" else len({sample.group_id for sample in fresh})
 
     def too_old(self, version: int) -> bool:
         """Would what was begun at this version be dropped by every batch to come?"""
@@ -388,12 +384,12 @@ class PolicyStream:
     def data(self, version: int | None = None) -> dict[str, dict[str, float]]:
         """The figures of these stages and of the newest batch, or of the one that was cut for `version`."""
         serving = {name: stage.stats() for name, stage in self._serving.stages.items()}
-        batch = next((cut for at, cut in reversed(self._contents) if version in (None, at)), Content())
+        batch = next((cut for at, cut in reversed(self._figures) if version in (None, at)), BatchFigures())
         return {**self._filters.stats(), **serving, "batch": batch.stats()}
 
     def status(self, now: float, running: int, target: int, selectors: dict[str, dict[str, float]]) -> PolicyStatus:
         groups = self._groups.values(now)
-        last = self._contents[-1][1] if self._contents else Content()
+        last = self._figures[-1][1] if self._figures else BatchFigures()
         return PolicyStatus(
             model_id=self.feed.model_id,
             version=self.version,
@@ -410,7 +406,7 @@ class PolicyStream:
             version_span=last.version_span,
             produced=self._produced,
             consumed=self._consumed,
-            dropped={reason: count for reason, count in self._dropped.items() if count},
+            dropped=dict(self._dropped),
             target_workers=target,
             metrics=self._metrics,
             data={name: figures for name, figures in {**selectors, **self.data()}.items() if figures},

@@ -22,11 +22,11 @@ from .replay import ReplayPool
 from .window import mean
 
 
-class Content(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of a batch: `fresh` of its samples are trained for the first time; staleness in versions, see
-    `PolicyStatus`."""
+class BatchFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """What there is to say of a batch of so many `samples`, `fresh` of which are trained for the first time; staleness
+    in versions, see `PolicyStatus`."""
 
-    samples: tuple[TrainSample, ...] = ()
+    samples: int = 0
     fresh: int = 0
     effective: float = 0.0
     staleness_mean: float = 0.0
@@ -36,8 +36,16 @@ class Content(msgspec.Struct, frozen=True, kw_only=True):
 
     def stats(self) -> dict[str, float]:
         """The share of samples whose advantage is not 0, and how many are replayed."""
-        replayed = len(self.samples) - self.fresh
-        return {"samples": float(len(self.samples)), "replayed": float(replayed), "effective": self.effective}
+        replayed = self.samples - self.fresh
+        return {"samples": float(self.samples), "replayed": float(replayed), "effective": self.effective}
+
+
+class Content(msgspec.Struct, frozen=True, kw_only=True):
+    """The content of a batch; `fresh_units` of it, as batches count, are trained for the first time."""
+
+    samples: tuple[TrainSample, ...]
+    fresh_units: int
+    figures: BatchFigures
 
 
 class Serving:
@@ -112,12 +120,17 @@ class Serving:
         )
         again = tuple(msgspec.structs.replace(sample, replayed=True) for sample in samples[len(fresh) :])
         ranges = [sample.sequence.version_range for sample in samples]
-        return Content(
-            samples=samples[: len(fresh)] + again,
+        figures = BatchFigures(
+            samples=len(samples),
             fresh=len(fresh),
             effective=mean(float(advantage_of(sample) != 0) for sample in samples),
             staleness_mean=mean(ages),
             staleness_max=max(ages),
             staleness_min=max(0, min(version - newest for _, newest in ranges)),
             version_span=max(newest - oldest for oldest, newest in ranges),
+        )
+        return Content(
+            samples=samples[: len(fresh)] + again,
+            fresh_units=count_units(fresh, self._feed.batch_by),
+            figures=figures,
         )
