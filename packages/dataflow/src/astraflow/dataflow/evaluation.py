@@ -33,7 +33,6 @@ class SuiteRun:
         self._versions = versions
         self._prompts: list[dict[str, list[float]]] = []
         self._absent: list[int] = []
-        self._missing = 0
         self._elsewhere = 0
         self._examples: list[Trajectory] = []
 
@@ -65,7 +64,6 @@ class SuiteRun:
                 self._examples.append(trajectory)
         self._prompts.append(values)
         self._absent.append(absent)
-        self._missing += absent
 
     def _sampled_elsewhere(self, trajectory: Trajectory) -> bool:
         """Is any of it sampled by another version than was asked for?"""
@@ -82,7 +80,7 @@ class SuiteRun:
             suite=self._suite.name,
             done=self.done,
             total=self.total,
-            missing=self._missing,
+            missing=sum(self._absent),
             elsewhere=self._elsewhere,
             metrics={name: average(self._clusters(name), binary=name in binary) for name in names},
             passes={name: self._passes(name) for name in binary} if self._suite.n_samples > 1 else {},
@@ -112,9 +110,6 @@ class EndedEvaluation:
     def __init__(self, figures: Evaluation, changed: Signal | None = None) -> None:
         self.changed = changed or Signal()
         self._figures = figures
-
-    def add(self, group: RolloutGroup) -> None:
-        """It has ended: what still comes is late."""
 
     def report(self) -> Evaluation:
         return self._figures

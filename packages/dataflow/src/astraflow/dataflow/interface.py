@@ -72,7 +72,7 @@ class PolicyVersion(msgspec.Struct, frozen=True, kw_only=True):
 class RolloutTask(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker leases: roll out `n_samples` trajectories of one prompt.
 
-    `task_id` is deterministic (source, epoch, index). `seed` + sample index seeds a sample. `deadline_s` is how long a
+    `task_id` is deterministic (source, number). `seed` + sample index seeds a sample. `deadline_s` is how long a
     task may go without a new token, `limit_s` how long it may take in all, in seconds from its lease. `versions` is
     the newest version of every policy at lease time; the worker waits until its engines hold at least `min_versions`
     (synchronous mode), or exactly those `pinned` (evaluation), at which it then stays. `done` are the sample indices
@@ -290,7 +290,7 @@ class BatchRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BatchReply(msgspec.Struct, frozen=True, kw_only=True):
-    """`batch` None and not `finished`: nothing yet, ask again. `wait_s`: how long the trainer waited so far in all."""
+    """`batch` None and not `finished`: nothing yet, ask again."""
 
     batch: TrainBatch | None = None
     finished: bool = False

@@ -97,7 +97,7 @@ class LeaseBook:
     def lost(self, now: float, dead: Collection[str]) -> tuple[str, ...]:
         """The tasks whose lease has ended by time or whose worker is dead."""
         expired: list[Lease] = []
-        while self._next_due() <= now:
+        while self.next_deadline() <= now:
             expired.append(heapq.heappop(self._due)[2])
         for lease in expired:
             self._push(lease)
@@ -105,11 +105,7 @@ class LeaseBook:
         return tuple(dict.fromkeys([*(lease.task_id for lease in expired), *orphans]))
 
     def next_deadline(self) -> float:
-        """When the next lease expires; infinity without leases."""
-        return self._next_due()
-
-    def _next_due(self) -> float:
-        """The earliest expiry, after putting the top of the heap right."""
+        """When the next lease expires; infinity without leases. Puts the top of the heap right."""
         while self._due:
             pushed_for, _, lease = self._due[0]
             if self._leases.get(lease.task_id) is not lease:

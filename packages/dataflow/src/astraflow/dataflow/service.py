@@ -328,7 +328,7 @@ class Dataflow:
 
     def _grant(self, worker: Worker, request: LeaseRequest, now: float) -> tuple[RolloutTask, ...]:
         ended = self._dispatch.exhausted
-        training = [name for name, policy in self._policies.items() if not policy.done]
+        training = [policy.feed.model_id for policy in self._training]
         tasks = self._dispatch.grant(
             worker,
             request,
@@ -349,7 +349,7 @@ class Dataflow:
     @property
     def _generating(self) -> bool:
         """May training tasks be leased? In synchronous mode only while every trainer that needs data waits for it."""
-        training = [policy for policy in self._policies.values() if not policy.done]
+        training = self._training
         if self._phase != "running" or not training:
             return False
         return not self._config.synchronous or all(policy.waiting for policy in training)
@@ -436,7 +436,7 @@ class Dataflow:
         """Cut the batch asked for if there is enough; in synchronous mode that of every policy, when all are ready."""
         tail = self._dispatch.exhausted and not self._tasks.training
         if self._config.synchronous:
-            training = [policy for policy in self._policies.values() if not policy.done]
+            training = self._training
             if self._tasks.training or not all(policy.waiting for policy in training):
                 return
             ready = {policy: policy.ready(policy.version, tail) for policy in training}
@@ -451,13 +451,10 @@ class Dataflow:
             policy.ended = tail and not is_ready
             policy.changed.notify()
         self._work.notify()
-        if all(policy.done for policy in self._policies.values()):
-            self._abandon(now)
-
-    def _abandon(self, now: float) -> None:
-        """Nobody needs training data any more: give up what is under way, so that workers hear it must stop."""
-        for task in self._tasks.training_tasks():
-            self._close(task, now)
+        if not self._training:
+            # Nobody needs training data any more: give up what is under way, so that workers hear it must stop.
+            for task in self._tasks.training_tasks():
+                self._close(task, now)
 
     # --- time --------------------------------------------------------------------------------------------------
 
@@ -481,6 +478,11 @@ class Dataflow:
         if policy is None:
             raise ValueError(f"this run does not train {model_id!r}; it trains {sorted(self._policies)}")
         return policy
+
+    @property
+    def _training(self) -> list[PolicyStream]:
+        """The policies that need more data."""
+        return [policy for policy in self._policies.values() if not policy.done]
 
     def _versions(self) -> tuple[PolicyVersion, ...]:
         return tuple(policy.published for policy in self._policies.values() if policy.published is not None)

@@ -9,7 +9,8 @@ import msgspec
 
 from ..group import PolicyGroup
 from ..interface import Prompt
-from .selector import Selector, prompt_key
+from ..window import mean
+from .selector import ByProbability, prompt_key
 from .stage import Context, Dice, read_state
 from .table import PromptTable
 
@@ -19,7 +20,7 @@ class CurriculumState(msgspec.Struct, frozen=True, kw_only=True):
     drawn: int
 
 
-class Curriculum(Selector):
+class Curriculum(ByProbability):
     """Submits a prompt with probability max(floor, exp(-((rate - target) / width)^2 / 2)), where `rate` is its mean
     reward over recent results, each new one weighing 1 - `decay`. A prompt that was never tried is submitted.
 
@@ -37,12 +38,7 @@ class Curriculum(Selector):
         self._rates: PromptTable[float] = PromptTable()
         self._dice = Dice(context.seed)
 
-    def admits(self, prompt: Prompt, /) -> bool:
-        probability = self.probability(prompt)
-        return probability >= 1 or self._dice.roll() < probability
-
     def probability(self, prompt: Prompt) -> float:
-        """With which the prompt is submitted now."""
         rate = self._rates.get(prompt_key(prompt))
         if rate is None:
             return 1.0
@@ -63,6 +59,5 @@ class Curriculum(Selector):
 
     def stats(self) -> dict[str, float]:
         rates = list(self._rates.values())
-        mean = sum(rates) / len(rates) if rates else 0.0
         near = sum(abs(rate - self._target) <= self._width for rate in rates)
-        return {"known": float(len(rates)), "rate_mean": mean, "near_target": float(near)}
+        return {"known": float(len(rates)), "rate_mean": mean(rates), "near_target": float(near)}

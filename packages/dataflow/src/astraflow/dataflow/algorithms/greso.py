@@ -15,7 +15,7 @@ import msgspec
 
 from ..group import PolicyGroup
 from ..interface import Prompt
-from .selector import Selector, prompt_key
+from .selector import ByProbability, prompt_key
 from .stage import Context, Dice, read_state
 from .table import PromptTable
 
@@ -40,7 +40,7 @@ class GresoState(msgspec.Struct, frozen=True, kw_only=True):
     drawn: int
 
 
-class Greso(Selector):
+class Greso(ByProbability):
     """The rule of the module's docstring."""
 
     def __init__(
@@ -68,12 +68,7 @@ class Greso(Selector):
         self._version = 0
         self._dice = Dice(context.seed)
 
-    def admits(self, prompt: Prompt, /) -> bool:
-        probability = self.probability(prompt)
-        return probability >= 1 or self._dice.roll() < probability
-
     def probability(self, prompt: Prompt) -> float:
-        """With which the prompt is submitted now."""
         streak = self._streaks.get(prompt_key(prompt))
         return 1.0 if streak is None else max(self._p[streak.kind] ** streak.z, self._floor[streak.kind])
 

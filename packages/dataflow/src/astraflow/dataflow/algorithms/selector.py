@@ -10,7 +10,7 @@ from typing import Protocol, runtime_checkable
 
 from ..group import PolicyGroup
 from ..interface import Prompt
-from .stage import Stage
+from .stage import Dice, Stage
 
 
 @runtime_checkable
@@ -49,6 +49,20 @@ class AcceptAll(Selector):
 
     def admits(self, prompt: Prompt, /) -> bool:
         return True
+
+
+class ByProbability(Selector, Protocol):
+    """One that submits a prompt with a probability; `_dice` is the subclass's to make, and its state to keep."""
+
+    _dice: Dice
+
+    def probability(self, prompt: Prompt) -> float:
+        """With which the prompt is submitted now."""
+        ...
+
+    def admits(self, prompt: Prompt, /) -> bool:
+        probability = self.probability(prompt)
+        return probability >= 1 or self._dice.roll() < probability
 
 
 def prompt_key(prompt: Prompt) -> str:

@@ -10,6 +10,7 @@ import msgspec
 
 from ..group import PolicyGroup
 from ..interface import Prompt, Scalar
+from ..window import mean
 from .selector import Selector
 from .stage import read_state
 
@@ -50,7 +51,7 @@ class Stages(Selector):
 
     @property
     def _rate(self) -> float:
-        return sum(self._recent) / len(self._recent) if self._recent else 0.0
+        return mean(self._recent)
 
     def state(self) -> StagesState:
         return StagesState(stage=self._stage, recent=list(self._recent))

@@ -38,6 +38,7 @@ from .records import (
 )
 
 INDEX_BITS = 16
+INDEX_MASK = (1 << INDEX_BITS) - 1
 READABLE_GROUPS = 200
 REMEMBERED_GROUPS = 10_000
 REMEMBERED_VERSIONS = 10_000
@@ -197,10 +198,9 @@ class Writer:
 
     def _keep(self, record: Kept) -> None:
         for entry in record.entries:
-            _, index, _ = place_of(entry.sample.sample_id)
-            trajectory = record.trajectories[index]
-            assert trajectory is not None
             sample, position = self._sample(entry.sample.sample_id)
+            trajectory = record.trajectories[sample & INDEX_MASK]
+            assert trajectory is not None
             self._db.execute(
                 "INSERT INTO sequences (sample, position, model_id, arrival, oldest, buffered) "
                 "VALUES (?, ?, ?, ?, ?, 1)",

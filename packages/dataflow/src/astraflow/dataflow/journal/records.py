@@ -112,7 +112,7 @@ class Stepped(msgspec.Struct, frozen=True):
 
 
 class EvaluationBegun(msgspec.Struct, frozen=True):
-    """An evaluation exists from now on, at `versions` of the policies or newer."""
+    """An evaluation exists from now on, at exactly these `versions` of the policies."""
 
     request: EvaluateRequest
     versions: dict[str, int]

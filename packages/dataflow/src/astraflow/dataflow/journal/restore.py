@@ -20,11 +20,9 @@ from ..interface import (
     TrainSample,
     Trajectory,
 )
-from .apply import INDEX_BITS, samples_of
+from .apply import INDEX_BITS, INDEX_MASK, samples_of
 from .codec import Codec, clothed
 from .pools import replayable_ids
-
-INDEX_MASK = (1 << INDEX_BITS) - 1
 
 decode = msgspec.msgpack.decode
 
