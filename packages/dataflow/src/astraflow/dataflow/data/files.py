@@ -12,10 +12,11 @@ from typing import Any, overload
 
 from ..algorithms.stage import Context
 from ..interface import Prompt
-from ..sources import ListSource, PromptSource
+from ..sources import ListSource
 from .lengths import fits
 from .rows import Columns, row_prompt
 from .stream import StreamSource
+from .wrapped import WrappedSource
 
 FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 
@@ -40,7 +41,7 @@ class RowPrompts(Sequence[Prompt]):
         return row_prompt(self._rows[at], self._source, self._columns, at)
 
 
-class DatasetSource(PromptSource):
+class DatasetSource(WrappedSource):
     """`dataset`: the rows of files or of a data set of the hub.
 
     `path` is a file (or several of one format: .jsonl, .json, .parquet, .csv), a directory or a hub id; `name` and
@@ -74,7 +75,6 @@ class DatasetSource(PromptSource):
         )
         columns.check(rows.column_names, f"the data set {path}")
         source = context.source or str(path)
-        self._source: PromptSource
         self._too_long = 0
         if streaming:
             rows = rows.take(first) if first else rows
@@ -88,25 +88,8 @@ class DatasetSource(PromptSource):
             raise ValueError(f"the data set {path}: none of {count} prompts has at most {max_tokens} tokens")
         self._source = ListSource(RowPrompts(rows, kept, source, columns), context.seed, epochs or None)
 
-    def next(self) -> Prompt | None:
-        return self._source.next()
-
-    @property
-    def ended(self) -> bool:
-        return self._source.ended
-
-    @property
-    def epoch(self) -> int:
-        return self._source.epoch
-
-    def state(self) -> Any:
-        return self._source.state()
-
-    def restore(self, state: Any, /) -> None:
-        self._source.restore(state)
-
     def stats(self) -> dict[str, float]:
-        return {**self._source.stats(), "too_long": float(self._too_long)}
+        return {**super().stats(), "too_long": float(self._too_long)}
 
 
 def load(path: str | list[str], name: str, split: str, streaming: bool) -> Any:

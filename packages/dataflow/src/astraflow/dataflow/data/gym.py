@@ -15,8 +15,9 @@ import msgspec
 
 from ..algorithms.stage import Context
 from ..interface import Message, Prompt
-from ..sources import ListSource, PromptSource
+from ..sources import ListSource
 from .stream import StreamSource
+from .wrapped import WrappedSource
 
 ENDLESS = 1 << 31
 
@@ -38,7 +39,7 @@ def gym_dataset(name: str, *, size: int, seed: int, **params: Any) -> Any:
         raise ValueError(f"reasoning-gym data set {name!r}: {error}") from error
 
 
-class GymSource(PromptSource):
+class GymSource(WrappedSource):
     """`gym`: problems of a reasoning-gym data set. `size` 0 makes new ones for ever; otherwise there are so many, and
     `epochs` 0 repeats them for ever. `seed` decides which, apart from the run's own seed, which decides their order:
     give held-out problems another, further away than `size`.
@@ -58,7 +59,6 @@ class GymSource(PromptSource):
     ) -> None:
         self._dataset, self._system, self._name = dataset, system, context.source or dataset
         self._items = gym_dataset(dataset, size=size or ENDLESS, seed=seed, **(params or {}))
-        self._source: PromptSource
         if size:
             self._source = ListSource([self._prompt(index) for index in range(size)], context.seed, epochs or None)
         else:
@@ -77,23 +77,3 @@ class GymSource(PromptSource):
             reference=str(item["answer"]),
             metadata={"dataset": self._dataset, "entry": msgspec.json.encode(item["metadata"], enc_hook=str).decode()},
         )
-
-    def next(self) -> Prompt | None:
-        return self._source.next()
-
-    @property
-    def ended(self) -> bool:
-        return self._source.ended
-
-    @property
-    def epoch(self) -> int:
-        return self._source.epoch
-
-    def state(self) -> Any:
-        return self._source.state()
-
-    def restore(self, state: Any, /) -> None:
-        self._source.restore(state)
-
-    def stats(self) -> dict[str, float]:
-        return self._source.stats()
