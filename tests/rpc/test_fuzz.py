@@ -8,22 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import random
 import struct
-import time
 import tracemalloc
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 import anyio
-import anyio.lowlevel
 import msgspec
 import pytest
-import structlog
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -34,8 +30,6 @@ from astraflow.rpc import (
     Unavailable,
     connect,
     describe,
-    serve,
-    statistics,
 )
 from astraflow.rpc.frames import FrameReader
 
@@ -44,6 +38,8 @@ pack = msgspec.msgpack.encode
 HELLO, CALL, CANCEL, CREDIT, ITEM, RESULT, END, FAILURE, PING = 1, 4, 5, 6, 7, 8, 9, 10, 12
 LIMIT = 1 << 20
 MiB = 1 << 20
+
+pytestmark = pytest.mark.usefixtures("quiet")
 
 COUNTS = [20_000, pytest.param(120_000, marks=[pytest.mark.slow, pytest.mark.timeout(300)])]
 
@@ -78,14 +74,6 @@ class GardenImpl:
     async def grow(self, request: Tree, /) -> AsyncIterator[Tree]:
         for number in range(request.number % 8):
             yield Tree("leaf", number)
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    """A hundred thousand refusals are not for the test's captured output."""
-    structlog.configure(logger_factory=structlog.ReturnLoggerFactory())
-    yield
-    structlog.reset_defaults()
 
 
 # --- frames ----------------------------------------------------------------------------------------------------------
@@ -274,72 +262,11 @@ def test_any_header_is_read_or_refused(header: list[Any], tag: int, payload: byt
 # --- a live server ---------------------------------------------------------------------------------------------------
 
 
-def resident() -> int:
-    """This process's memory, in bytes."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-class Bystander:
-    """A client that behaves, calling all the while; its calls must neither fail nor wait for others."""
-
-    def __init__(self, garden: Garden) -> None:
-        self.garden = garden
-        self.latencies: list[float] = []
-
-    async def run(self) -> None:
-        while True:
-            begin = time.perf_counter()
-            assert await self.garden.echo(Tree("still", 1)) == Tree("still", 1)
-            self.latencies.append(time.perf_counter() - begin)
-            await anyio.sleep(0.002)
-
-    def worst(self) -> float:
-        return max(self.latencies)
-
-
-@asynccontextmanager
-async def garden(path: Path, **options: Any) -> AsyncIterator[tuple[Callable[[], Any], GardenImpl, Any, Bystander]]:
-    """How to connect without a client, and a bystander at work."""
-    impl = GardenImpl()
-    async with (
-        serve(impl, Garden, f"unix:{path}/s", drain_timeout=0.2, **options) as server,
-        connect(server.address, Garden) as proxy,
-        anyio.create_task_group() as tasks,
-    ):
-        bystander = Bystander(proxy)
-        tasks.start_soon(bystander.run)
-        yield lambda: asyncio.open_unix_connection(f"{path}/s", limit=LIMIT), impl, server, bystander
-        assert await proxy.echo(Tree("last")) == Tree("last")
-        assert statistics(proxy)["echo"].failures == 0
-        tasks.cancel_scope.cancel()
-
-
-async def read_to_end(reader: asyncio.StreamReader) -> bytes:
-    """What the server said before it closed, which it must do soon."""
-    found = bytearray()
-    with anyio.fail_after(10), contextlib.suppress(ConnectionError):
-        while data := await reader.read(1 << 16):
-            found += data
-    return bytes(found)
-
-
-def answered(data: bytes) -> list[int]:
-    """The ids of the final frames in what a server sent."""
-    ids, position = [], 0
-    while position + 6 <= len(data):
-        length, size = struct.unpack_from(">IH", data, position)
-        header = msgspec.msgpack.decode(data[position + 6 : position + 6 + size])
-        if header[0] in (RESULT, END, FAILURE):
-            ids.append(header[1])
-        position += 4 + length
-    return ids
-
-
-async def attack(dial: Callable[[], Any], rng: random.Random) -> int:
+async def attack(siege: Any, rng: random.Random) -> int:
     """One connection's worth of frames; how many of them the server had to deal with."""
     batch = [harmless(rng, number) for number in range(1, rng.randrange(4, 60))]
     try:
-        reader, writer = await dial()
+        reader, writer = await siege.dial()
         writer.write(GREETING)
         welcome = await reader.readexactly(4)
         kind = rng.randrange(5)
@@ -349,11 +276,11 @@ async def attack(dial: Callable[[], Any], rng: random.Random) -> int:
             data = b"".join(batch)
             writer.write(mutated(rng, data) if kind == 3 else data[: -rng.randrange(1, len(batch[-1]))])
             writer.write_eof()
-        ids = answered(welcome + await read_to_end(reader)) if kind < 3 else []
+        ids = siege.answered(welcome + await siege.read_to_end(reader)) if kind < 3 else []
         assert len(set(ids)) == len(ids), "a call was answered twice"
         assert set(ids) <= {*range(1, 60), 2**40, 2**41, 7}
         if kind >= 3:
-            await read_to_end(reader)
+            await siege.read_to_end(reader)
     except (ConnectionError, asyncio.IncompleteReadError):
         pass  # closed with our frames unread
     finally:
@@ -362,34 +289,34 @@ async def attack(dial: Callable[[], Any], rng: random.Random) -> int:
 
 
 @pytest.mark.parametrize("count", COUNTS)
-async def test_a_live_server_survives_them_all(count: int, tmp_path: Path) -> None:
-    sent, sizes = 0, [resident()]
+async def test_a_live_server_survives_them_all(count: int, besieged: Any, resident: Callable[[], int]) -> None:
+    impl, sent, sizes = GardenImpl(), 0, [resident()]
 
     async def attacker(seed: int) -> None:
         nonlocal sent
         rng = random.Random(seed)
         while sent < count:
-            frames = await attack(dial, rng)
+            frames = await attack(siege, rng)
             sent += frames
             sizes.append(resident())
 
-    async with garden(tmp_path, max_frame=LIMIT) as (dial, impl, server, bystander):
+    async with besieged(impl, Garden, Tree("still", 1), max_frame=LIMIT) as siege:
         for seed in range(20):  # warm
-            await attack(dial, random.Random(1000 + seed))
+            await attack(siege, random.Random(1000 + seed))
         sizes[0] = resident()
         async with anyio.create_task_group() as tasks:
             for seed in range(4):
                 tasks.start_soon(attacker, seed)
         with anyio.fail_after(5):
-            while len(server.connections) > 1 or impl.running:  # noqa: ASYNC110 (what is observed has no event)
+            while len(siege.server.connections) > 1 or impl.running:  # noqa: ASYNC110 (what is observed has no event)
                 await anyio.sleep(0.01)
     grown, peak = (sizes[-1] - sizes[0]) / MiB, (max(sizes) - sizes[0]) / MiB
     print(
         f"server: {sent} frames on {len(sizes)} connections, resident +{grown:.1f} MiB (peak +{peak:.1f}); bystander: "
-        f"{len(bystander.latencies)} calls, worst {bystander.worst() * 1e3:.0f} ms"
+        f"{len(siege.latencies)} calls, worst {siege.worst() * 1e3:.0f} ms"
     )
     assert peak < 48
-    assert bystander.worst() < 1
+    assert siege.worst() < 1
 
 
 # --- a live client ---------------------------------------------------------------------------------------------------

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import struct
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,14 +19,16 @@ import msgspec
 import pytest
 import structlog
 
-from astraflow.rpc import RemoteError, connect, describe, serve, statistics
+from astraflow.rpc import RemoteError, connect, describe, serve
 from astraflow.rpc.frames import SCRATCH
 
 pack = msgspec.msgpack.encode
 
-HELLO, CALL, CANCEL, RESULT, END, FAILURE, PING = 1, 4, 5, 8, 9, 10, 12
+HELLO, CALL, CANCEL, PING = 1, 4, 5, 12
 MiB = 1 << 20
 LIMIT = 1 * MiB
+
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 class Tree(msgspec.Struct, frozen=True):
@@ -40,6 +40,9 @@ class Garden(Protocol):
     async def echo(self, request: Tree, /) -> Tree: ...
     async def wait(self, request: Tree, /) -> Tree: ...
     async def fail(self, request: Tree, /) -> Tree: ...
+
+
+STILL = Tree("still")
 
 
 class MuteError(Exception):
@@ -71,14 +74,6 @@ class GardenImpl:
         raise ValueError("no" * 4000)
 
 
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    """Thousands of failures are not for the test's captured output."""
-    structlog.configure(logger_factory=structlog.ReturnLoggerFactory())
-    yield
-    structlog.reset_defaults()
-
-
 def frame(*header: Any, payload: bytes = b"") -> bytes:
     head = pack(header)
     return struct.pack(">IH", 2 + len(head) + len(payload), len(head)) + head + payload
@@ -87,69 +82,10 @@ def frame(*header: Any, payload: bytes = b"") -> bytes:
 GREETING = frame(HELLO, 1, describe(Garden).fingerprint, LIMIT, "", payload=pack(describe(Garden).table))
 
 
-def resident() -> int:
-    """This process's memory, in bytes."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-class Bystander:
-    """A client that behaves, calling all the while; its calls must neither fail nor wait for others."""
-
-    def __init__(self, garden: Garden) -> None:
-        self.garden = garden
-        self.latencies: list[float] = []
-
-    async def run(self) -> None:
-        while True:
-            begin = time.perf_counter()
-            assert await self.garden.echo(Tree("still")) == Tree("still")
-            self.latencies.append(time.perf_counter() - begin)
-            await anyio.sleep(0.002)
-
-    def worst(self) -> float:
-        return max(self.latencies)
-
-
-@asynccontextmanager
-async def garden(path: Path, **options: Any) -> AsyncIterator[tuple[Callable[[], Any], GardenImpl, Any, Bystander]]:
-    """How to connect without a client, and a bystander at work."""
-    impl = GardenImpl()
-    async with (
-        serve(impl, Garden, f"unix:{path}/s", drain_timeout=0.2, **options) as server,
-        connect(server.address, Garden) as proxy,
-        anyio.create_task_group() as tasks,
-    ):
-        bystander = Bystander(proxy)
-        tasks.start_soon(bystander.run)
-        yield lambda: asyncio.open_unix_connection(f"{path}/s", limit=LIMIT), impl, server, bystander
-        assert await proxy.echo(Tree("last")) == Tree("last")
-        assert statistics(proxy)["echo"].failures == 0
-        tasks.cancel_scope.cancel()
-
-
-async def read_to_end(reader: asyncio.StreamReader) -> bytes:
-    """What the server said before it closed, which it must do soon."""
-    found = bytearray()
-    with anyio.fail_after(10), contextlib.suppress(ConnectionError):
-        while data := await reader.read(1 << 16):
-            found += data
-    return bytes(found)
-
-
-def answered(data: bytes) -> list[int]:
-    """The ids of the final frames in what a server sent."""
-    ids, position = [], 0
-    while position + 6 <= len(data):
-        length, size = struct.unpack_from(">IH", data, position)
-        header = msgspec.msgpack.decode(data[position + 6 : position + 6 + size])
-        if header[0] in (RESULT, END, FAILURE):
-            ids.append(header[1])
-        position += 4 + length
-    return ids
-
-
 @pytest.mark.parametrize("kind", ["failing", "bad argument", "cancelled", "no time", "ping"])
-async def test_a_peer_that_asks_and_never_listens_costs_no_memory(kind: str, tmp_path: Path) -> None:
+async def test_a_peer_that_asks_and_never_listens_costs_no_memory(
+    kind: str, besieged: Any, resident: Callable[[], int]
+) -> None:
     """Answers pile up at the server if it goes on working for one who does not take them."""
 
     def questions(first: int) -> bytes:
@@ -165,8 +101,9 @@ async def test_a_peer_that_asks_and_never_listens_costs_no_memory(kind: str, tmp
                 return b"".join(frame(CALL, n, "wait", 0, payload=b"\x80") for n in ids)
         return frame(PING) * 100
 
-    async with garden(tmp_path, max_frame=LIMIT) as (dial, impl, server, bystander):
-        reader, writer = await dial()
+    impl = GardenImpl()
+    async with besieged(impl, Garden, STILL, max_frame=LIMIT) as siege:
+        reader, writer = await siege.dial()
         writer.write(GREETING)
         await reader.readexactly(4)
         writer.transport.pause_reading()
@@ -180,11 +117,11 @@ async def test_a_peer_that_asks_and_never_listens_costs_no_memory(kind: str, tmp
         grown = (resident() - before - writer.transport.get_write_buffer_size()) / MiB
         writer.transport.abort()
         with anyio.fail_after(5):
-            while len(server.connections) > 1 or impl.running:  # noqa: ASYNC110 (what is observed has no event)
+            while len(siege.server.connections) > 1 or impl.running:  # noqa: ASYNC110 (what is observed has no event)
                 await anyio.sleep(0.01)
     print(f"{kind}: {first} questions, resident +{grown:.1f} MiB")
     assert grown < 9
-    assert bystander.worst() < 1
+    assert siege.worst() < 1
 
 
 async def test_a_server_that_ends_answers_no_more_than_is_read(tmp_path: Path) -> None:
@@ -219,11 +156,11 @@ async def test_a_server_that_ends_answers_no_more_than_is_read(tmp_path: Path) -
     assert 0.5 * MiB < max(backlog) < 2 * MiB
 
 
-async def test_a_peers_mistakes_cost_less_than_a_handlers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_peers_mistakes_cost_less_than_a_handlers(besieged: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """No traceback is made or logged for an argument that is not what it should be."""
     structlog.reset_defaults()
-    async with garden(tmp_path) as (dial, _, _, _):
-        reader, writer = await dial()
+    async with besieged(GardenImpl(), Garden, STILL) as siege:
+        reader, writer = await siege.dial()
         writer.write(GREETING)
         await reader.readexactly(4)
         writer.write(frame(CALL, 1, "echo", payload=b"\xc0"))
@@ -237,19 +174,22 @@ async def test_a_peers_mistakes_cost_less_than_a_handlers(tmp_path: Path, capsys
 
 
 @pytest.mark.parametrize("text", ["surrogate", "mute"])
-async def test_an_error_that_cannot_be_told_hurts_nobody(text: str, tmp_path: Path) -> None:
-    async with garden(tmp_path) as (_, _, server, _), connect(server.address, Garden) as proxy:
+async def test_an_error_that_cannot_be_told_hurts_nobody(text: str, besieged: Any) -> None:
+    async with (
+        besieged(GardenImpl(), Garden, STILL) as siege,
+        connect(siege.server.address, Garden) as proxy,
+    ):
         with pytest.raises(RemoteError, match=r"ValueError: caf|MuteError: "):
             await proxy.fail(Tree(text))
         assert await proxy.echo(Tree("x")) == Tree("x")
 
 
 @pytest.mark.parametrize("size", [MiB, 16 * MiB, 60 * MiB])
-async def test_what_is_only_announced_costs_no_memory(size: int, tmp_path: Path) -> None:
-    async with garden(tmp_path) as (dial, _, server, bystander):
+async def test_what_is_only_announced_costs_no_memory(size: int, besieged: Any, resident: Callable[[], int]) -> None:
+    async with besieged(GardenImpl(), Garden, STILL) as siege:
         writers = []
         for _ in range(60):
-            reader, writer = await dial()
+            reader, writer = await siege.dial()
             writers.append(writer)
             writer.write(GREETING)
             await reader.readexactly(4)
@@ -257,26 +197,26 @@ async def test_what_is_only_announced_costs_no_memory(size: int, tmp_path: Path)
         for writer in writers:
             writer.write(struct.pack(">IH", size, 3) + b"\x93\x04")
         with anyio.fail_after(10):
-            while sum(len(peer.channel.reader.buffer()) > SCRATCH for peer in server.connections) < 60:  # noqa: ASYNC110
+            while sum(len(peer.channel.reader.buffer()) > SCRATCH for peer in siege.server.connections) < 60:  # noqa: ASYNC110
                 await anyio.sleep(0.01)
         grown = resident() - before
         for writer in writers:
             writer.transport.abort()
         assert grown < 8 * MiB
-        assert bystander.worst() < 1
+        assert siege.worst() < 1
 
 
-async def test_slow_senders_hold_up_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_slow_senders_hold_up_nobody(besieged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("astraflow.rpc.server.HANDSHAKE_TIMEOUT", 0.5)
     call = frame(CALL, 1, "echo", payload=pack(Tree("slow", (Tree("x" * 300),) * 300)))
 
     async def trickle(greeted: bool) -> bytes:
-        reader, writer = await dial()
+        reader, writer = await siege.dial()
         data = GREETING + call
         if greeted:
             writer.write(GREETING)
             data = call
-        found = asyncio.create_task(read_to_end(reader))
+        found = asyncio.create_task(siege.read_to_end(reader))
         for byte in data[:100]:
             if not writer.transport.is_closing():
                 writer.write(bytes([byte]))
@@ -284,12 +224,12 @@ async def test_slow_senders_hold_up_nobody(tmp_path: Path, monkeypatch: pytest.M
         if not writer.transport.is_closing():
             writer.write(data[100:])
             writer.write_eof()
-        said = await found
+        said: bytes = await found
         writer.close()
         return said
 
-    async with garden(tmp_path, keepalive=0.2) as (dial, _, _, bystander):
+    async with besieged(GardenImpl(), Garden, STILL, keepalive=0.2) as siege:
         cut_off, served = await asyncio.gather(trickle(False), trickle(True))
         assert b"no greeting within 0.5 s" in cut_off
-        assert answered(served) == [1]
-        assert bystander.worst() < 0.5
+        assert siege.answered(served) == [1]
+        assert siege.worst() < 0.5
