@@ -103,9 +103,8 @@ class Calls:
         else:
             context = handlers.hosts.context()
             context.run(enter_trace, header.trace)
-            function = getattr(handlers.impl, method.name)
             try:
-                steps, result = host.first_step(function, () if method.request is None else (request,), context)
+                steps, result = host.first_step(invoke, (handlers.impl, method, request), context)
             except asyncio.CancelledError:
                 failure = LEAKED
             except Exception as error:

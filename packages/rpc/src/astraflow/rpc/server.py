@@ -50,7 +50,6 @@ class Server:
     ) -> None:
         self.handlers = Handlers(impl, description)
         self.log = SparingLog()
-        self.description = description
         self.bound = address
         self.certificates = certificates
         self.token = token
@@ -241,7 +240,7 @@ class ServerConnection:
 
     async def _greet(self, hello: frames.Hello, payload: Payload) -> bool:
         """Welcome the client if it may speak and speaks our language; otherwise refuse it."""
-        server, description = self.server, self.server.description
+        server, description = self.server, self.server.handlers.description
         self.channel.send_limit = max(hello.max_frame, frames.HANDSHAKE_LIMIT)
         refusal = await credentials_objection(hello, server.token, server.log)
         refusal = refusal or language_objection(hello, payload, description)

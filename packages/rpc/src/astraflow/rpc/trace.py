@@ -31,5 +31,5 @@ def outgoing_trace() -> str:
 
 
 def enter_trace(received: str) -> None:
-    """In a handler's own task: be part of the caller's trace. A peer that sends none gets one of ours."""
+    """In a call's own context: be part of the caller's trace. A peer that sends none gets one of ours."""
     trace_id.set(received[:MAX_TRACE_ID] or _process + str(next(_number)))
