@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import shutil
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,6 +40,7 @@ from astraflow.dataflow import (
     SubmitRequest,
     TrainSample,
     Trajectory,
+    open_journal,
 )
 from astraflow.dataflow import Sequence as TokenSequence
 
@@ -179,6 +183,14 @@ class Kit:
             return Dataflow(config, chosen, suites, observer=self.notes)
         return Dataflow(config, chosen, suites, observer=self.notes, clock=self.clock)
 
+    def copied(self, journal: Path, name: str) -> Path:
+        """The file as a process that dies now would leave it."""
+        there = journal.with_name(name)
+        for suffix in ("", "-wal"):
+            if Path(f"{journal}{suffix}").exists():
+                shutil.copy(f"{journal}{suffix}", f"{there}{suffix}")
+        return there
+
     async def start(self, dataflow: DataflowService, *workers: str, policies: Sequence[str] = ("solver",)) -> None:
         for name in workers or ("w0",):
             await dataflow.register(
@@ -245,3 +257,26 @@ def kit() -> Kit:
 def make_kit() -> type[Kit]:
     """For tests that need a new kit for each of many examples."""
     return Kit
+
+
+@pytest.fixture
+def opened(kit: Kit) -> Callable[..., AbstractAsyncContextManager[Dataflow]]:
+    """A dataflow with two policies that goes on from a file."""
+
+    @asynccontextmanager
+    async def open_it(path: Path, **fields: Any) -> AsyncIterator[Dataflow]:
+        defaults: dict[str, Any] = {
+            "policies": (
+                PolicyFeed(model_id="solver", batch_size=4, steps=10),
+                PolicyFeed(model_id="verifier", batch_size=2, steps=10),
+            ),
+            "n_samples": 2,
+            "filters": (),
+        }
+        source = fields.pop("source", None) or ListSource(kit.prompts(8), seed=0)
+        suites = fields.pop("suites", ())
+        config = kit.config(**{**defaults, **fields})
+        async with open_journal(path) as journal:
+            yield Dataflow(config, source, suites, journal=journal, clock=kit.clock)
+
+    return open_it

@@ -4,7 +4,6 @@ between, a dataflow that goes on from the file is the one that wrote it."""
 from __future__ import annotations
 
 import asyncio
-import shutil
 import tempfile
 from collections import Counter
 from contextlib import AsyncExitStack
@@ -193,8 +192,7 @@ class JournalMachine(RuleBasedStateMachine):
         before = self.runner.run(self.seen())
         old, path = self.stack, self.path
         self.lives += 1
-        for suffix in ("", "-wal"):
-            shutil.copy(f"{path}{suffix}", f"{self.path}{suffix}")
+        self.kit.copied(path, self.path.name)
         self.runner.run(old.aclose())
         self.runner.run(self.open())
         assert self.runner.run(self.seen()) == before
