@@ -9,7 +9,6 @@ tenth of the groups, then how long a restart takes to read it all back, and writ
 from __future__ import annotations
 
 import asyncio
-import os
 import sqlite3
 import sys
 import tempfile
@@ -29,17 +28,11 @@ TABLES = ("groups", "samples", "sequences", "batches")
 MIB = 1 << 20
 
 
-def resident() -> float:
-    """MiB of this process."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / MIB
-
-
 def row(path: Path, groups: int) -> str:
     file, log = path.stat().st_size / MIB, Path(f"{path}-wal").stat().st_size / MIB
     with sqlite3.connect(f"file:{path}?mode=ro", uri=True) as db:
         counts = [db.execute(f"SELECT count(*) FROM {table}").fetchone()[0] for table in TABLES]
-    cells = [f"{groups:,}", f"{file:.1f}", f"{log:.1f}", *(f"{count:,}" for count in counts), f"{resident():.0f}"]
+    cells = [f"{groups:,}", f"{file:.1f}", f"{log:.1f}", *(f"{count:,}" for count in counts), f"{parts.resident():.0f}"]
     return f"| {' | '.join(cells)} |"
 
 
