@@ -8,17 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from copy import copy
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import blake3
 import numpy as np
-import xxhash
 
 from .codecs import Change, decode, patch, sparse_is_smaller
-from .frames import count_codecs, density
-from .interface import Bytes, CorruptVersion, Sink, Store, WeightSyncError, WrongBase
+from .frames import count_codecs, dense_digest, density
+from .interface import Bytes, CorruptVersion, Payloads, Sink, Store, WeightSyncError, WrongBase
 from .layout import ITEMSIZE, cut, elements
-from .manifest import FrameRecord, Manifest, VersionRef, decode_manifest, manifest_key, part_key
+from .manifest import FrameRecord, Manifest, part_key, placed, read_manifest
 from .plan import Path
 from .seconds import Seconds
 from .spool import Stretch
@@ -35,12 +34,6 @@ Spans = dict[int, Span]
 """By the position of the part."""
 
 
-class Payloads(Protocol):
-    """Where payloads are read: the store itself, or what arrives from it."""
-
-    def read(self, key: str, offset: int = 0, length: int | None = None) -> bytes | memoryview: ...
-
-
 class Assembler:
     """Makes the frames of a path's target. Immutable once made: frames can be assembled in several threads. `seconds`
     counts transfer, verify, decode and apply.
@@ -49,7 +42,9 @@ class Assembler:
     """
 
     def __init__(self, store: Store, path: Path) -> None:
-        manifests = {ref: _load(store, ref) for ref in {path.target, *path.deltas, path.anchor} if ref is not None}
+        manifests = {
+            ref: read_manifest(store, ref) for ref in {path.target, *path.deltas, path.anchor} if ref is not None
+        }
         self.target = manifests[path.target]
         self.layout = self.target.layout
         self.frames = cut(self.layout, self.target.frame_bytes)
@@ -58,14 +53,10 @@ class Assembler:
         self._payloads: Payloads = store
         self._anchor = manifests[path.anchor] if path.anchor is not None else None
         self._deltas = [manifests[ref] for ref in path.deltas]
-        self._placed = _placed(self._anchor) if self._anchor is not None else {}
+        self._placed = placed(self._anchor) if self._anchor is not None else {}
         for manifest in manifests.values():
             if manifest.layout != self.layout or manifest.frame_bytes != self.target.frame_bytes:
                 raise CorruptVersion(f"version {manifest.version} has another layout than {self.target.version}")
-
-    @property
-    def from_anchor(self) -> bool:
-        return self._anchor is not None
 
     def reading(self, payloads: Payloads) -> Assembler:
         """The same, with payloads from elsewhere than the store."""
@@ -90,7 +81,7 @@ class Assembler:
     @property
     def density(self) -> float:
         """The share of the values that the deltas change; 1.0 from an anchor."""
-        return 1.0 if self.from_anchor else density(self.layout, self._records)
+        return 1.0 if self._anchor is not None else density(self.layout, self._records)
 
     @property
     def codecs(self) -> dict[str, int]:
@@ -209,7 +200,7 @@ class Assembler:
 
     def _verify(self, dense: Bytes, record: FrameRecord, position: int, manifest: Manifest) -> None:
         with self.seconds.of("verify"):
-            intact = xxhash.xxh3_128_digest(dense.data) == record.dense
+            intact = dense_digest(dense) == record.dense
         if not intact:
             raise self._mismatch(position, manifest)
 
@@ -220,21 +211,6 @@ class Assembler:
                 f"tensor {name!r} is not what version {manifest.version} starts from; the next pull is full"
             )
         return CorruptVersion(f"tensor {name!r} of version {manifest.version} does not have the digest it should")
-
-
-def _load(store: Store, ref: VersionRef) -> Manifest:
-    return decode_manifest(store.read(manifest_key(ref.incarnation, ref.version)), ref)
-
-
-def _placed(anchor: Manifest) -> dict[int, tuple[str, int]]:
-    """In which part each tensor is, and at which byte."""
-    placed = {}
-    for part in anchor.anchors:
-        position = part.start
-        for tensor in part.tensors:
-            placed[tensor] = (part.name, position)
-            position += anchor.layout[tensor].nbytes
-    return placed
 
 
 def _read_spans(payloads: Payloads, manifest: Manifest, group: range) -> Spans:

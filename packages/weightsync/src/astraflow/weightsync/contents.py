@@ -6,14 +6,15 @@ delivers it. Every byte of a payload blob lies in exactly one extent.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
 import blake3
 
-from .interface import CorruptVersion
+from .interface import CorruptVersion, TensorSpec
 from .layout import INDEX, Frame, cut, dense_bytes, offsets, safetensors_header, safetensors_index
-from .manifest import Manifest, VersionRef, part_key
+from .manifest import AnchorPart, Manifest, VersionRef, part_key
 
 
 class Extent(NamedTuple):
@@ -36,8 +37,7 @@ class Blob(NamedTuple):
 
 def contents(ref: VersionRef, manifest: Manifest) -> tuple[Blob, ...]:
     """The parts of a version, deltas first, and the index of an anchor in several files; a delta of no change is empty.
-    Raises CorruptVersion where a part has
-    bytes that no digest covers."""
+    Raises CorruptVersion where a part has bytes that no digest covers."""
     frames = cut(manifest.layout, manifest.frame_bytes)
     deltas: list[list[Extent]] = [[] for _ in manifest.deltas]
     dense: list[list[tuple[Frame, bytes]]] = [[] for _ in manifest.layout]
@@ -62,11 +62,15 @@ def contents(ref: VersionRef, manifest: Manifest) -> tuple[Blob, ...]:
         key = part_key(ref.incarnation, ref.version, part.name)
         blobs.append(_whole(key, part.start + dense_bytes(specs), extents, is_anchor=True))
     if len(manifest.anchors) > 1:
-        files = {manifest.layout[tensor].name: part.name for part in manifest.anchors for tensor in part.tensors}
-        index = safetensors_index(manifest.layout, files)
+        index = anchor_index(manifest.layout, manifest.anchors)
         whole = [Extent(0, len(index), blake3.blake3(index).digest(), "the index")]
         blobs.append(_whole(part_key(ref.incarnation, ref.version, INDEX), len(index), whole, is_anchor=True))
     return tuple(blobs)
+
+
+def anchor_index(layout: Sequence[TensorSpec], anchors: Sequence[AnchorPart]) -> bytes:
+    """What lies beside an anchor in several files, so that Hugging Face's loaders find the tensors."""
+    return safetensors_index(layout, {layout[tensor].name: part.name for part in anchors for tensor in part.tensors})
 
 
 def _whole(key: str, size: int, extents: list[Extent], *, is_anchor: bool) -> Blob:

@@ -8,7 +8,7 @@ import msgspec
 from .frames import count_codecs, density
 from .interface import Store
 from .layout import dense_bytes
-from .manifest import HEAD, Head, Manifest, VersionRef, decode_head, decode_manifest, manifest_key
+from .manifest import HEAD, Head, Manifest, VersionRef, decode_head, read_manifest
 from .workers import run_all
 
 
@@ -61,11 +61,6 @@ def read_head(store: Store) -> Head:
         return decode_head(store.read(HEAD))
     except FileNotFoundError:
         raise FileNotFoundError(f"{store.url}: nothing has been published there, it has no HEAD") from None
-
-
-def read_manifest(store: Store, ref: VersionRef) -> Manifest:
-    """Raises FileNotFoundError, CorruptVersion."""
-    return decode_manifest(store.read(manifest_key(ref.incarnation, ref.version)), ref)
 
 
 def chain_lengths(head: Head) -> list[int]:

@@ -187,6 +187,12 @@ class Store(Protocol):
         ...
 
 
+class Payloads(Protocol):
+    """Where payloads are read: a store, or what arrives from it."""
+
+    def read(self, key: str, offset: int = 0, length: int | None = None) -> bytes | memoryview: ...
+
+
 @runtime_checkable
 class OffsetStore(Protocol):
     """A store where several writers can fill one blob: shared files."""

@@ -12,7 +12,7 @@ from typing import TypeVar
 import blake3
 import msgspec
 
-from .interface import CorruptVersion, TensorSpec
+from .interface import CorruptVersion, Store, TensorSpec
 from .layout import check_layout, dense_bytes, frame_count, layout_digest, root_digest
 
 FORMAT = 1
@@ -159,6 +159,22 @@ def decode_manifest(data: bytes | memoryview, ref: VersionRef) -> Manifest:
     manifest = _decode(data, Manifest, name)
     _check(manifest, ref, name)
     return manifest
+
+
+def read_manifest(store: Store, ref: VersionRef) -> Manifest:
+    """As `decode_manifest`, from where a store has it. Raises FileNotFoundError too."""
+    return decode_manifest(store.read(manifest_key(ref.incarnation, ref.version)), ref)
+
+
+def placed(manifest: Manifest) -> dict[int, tuple[str, int]]:
+    """In which part of its anchor each tensor is, and at which byte; empty without an anchor."""
+    places = {}
+    for part in manifest.anchors:
+        position = part.start
+        for tensor in part.tensors:
+            places[tensor] = (part.name, position)
+            position += manifest.layout[tensor].nbytes
+    return places
 
 
 def _check(manifest: Manifest, ref: VersionRef, name: str) -> None:

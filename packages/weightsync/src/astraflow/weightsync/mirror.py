@@ -31,7 +31,7 @@ from .following import complete_run, fetch_order, succeeds
 from .incoming import HAVE, Incoming, Pulse
 from .interface import CorruptVersion, Entry, Located, Store, WeightSyncError
 from .leases import LEASES, lease, leased
-from .manifest import HEAD, Head, VersionRef, decode_head, decode_manifest, encode_head, manifest_key
+from .manifest import HEAD, Head, VersionRef, decode_head, decode_manifest, encode_head, manifest_key, read_manifest
 from .retention import removable
 
 log = structlog.get_logger(__name__)
@@ -305,11 +305,10 @@ class Mirror:
         """From the manifest, here or at `source`. Blocking."""
         if ref in self._versions:
             return self._versions[ref]
-        key = manifest_key(ref.incarnation, ref.version)
         try:
-            return _Version(contents(ref, decode_manifest(self._local.read(key), ref)), None)
+            return _Version(contents(ref, read_manifest(self._local, ref)), None)
         except (FileNotFoundError, CorruptVersion):
-            data = source.read(key)
+            data = source.read(manifest_key(ref.incarnation, ref.version))
             return _Version(contents(ref, decode_manifest(data, ref)), data)
 
     async def _adopt(self, head: Head, versions: dict[VersionRef, _Version]) -> None:

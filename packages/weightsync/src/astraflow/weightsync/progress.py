@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from .assemble import Payloads
+from .interface import Payloads
 
 Progress = Callable[[int, int], None]
 

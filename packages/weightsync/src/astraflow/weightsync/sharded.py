@@ -23,6 +23,7 @@ import structlog
 
 from .channel import Channel, RankLost, broadcast, gather
 from .codecs import CODECS, Codec
+from .contents import anchor_index
 from .frames import count_codecs, density
 from .interface import (
     Bytes,
@@ -34,8 +35,8 @@ from .interface import (
     Store,
     WeightSyncError,
 )
-from .layout import FRAME_BYTES, INDEX, dense_bytes, safetensors_index
-from .manifest import AnchorPart, DeltaPart, delta_name, part_key
+from .layout import FRAME_BYTES, INDEX, dense_bytes
+from .manifest import DeltaPart, delta_name, part_key
 from .sharded_work import Plan, Share, Work, merged
 from .shards import Held, Piece, held
 from .stream import Stream
@@ -261,19 +262,15 @@ class ShardedPublisher:
         anchors = []
         if order.anchor:
             anchors = [part for part, _ in plan.anchor(one_file=isinstance(self._store, OffsetStore)).values()]
-            self._write_index(plan, anchors, version)
+            if len(anchors) > 1:
+                key = part_key(self._stream.incarnation, version, INDEX)
+                self._store.put(key, [anchor_index(plan.layout, anchors)])
         ref = self._stream.describe(
             version, plan.layout, FRAME_BYTES, frames, deltas if order.has_base else (), anchors
         )
         self._stream.move(ref)
         changed = density(plan.layout, frames) if order.has_base else 1.0
         return _Outcome(ref.root, ref.delta_bytes, ref.anchor_bytes, changed, count_codecs(frames))
-
-    def _write_index(self, plan: Plan, anchors: Sequence[AnchorPart], version: int) -> None:
-        """So that Hugging Face's loaders find the tensors of an anchor in several files."""
-        if len(anchors) > 1:
-            files = {plan.layout[tensor].name: part.name for part in anchors for tensor in part.tensors}
-            self._store.put(part_key(self._stream.incarnation, version, INDEX), [safetensors_index(plan.layout, files)])
 
     def _advance(self, work: Work, share: Share, root: str, plan: str) -> None:
         self._root, self._plan_digest = "", plan  # until it has all of the new bytes

@@ -13,15 +13,15 @@ import anyio.to_thread
 import blake3
 import msgspec
 import numpy as np
-import xxhash
 
 from .codecs import apply
 from .contents import Extent, contents
-from .inspection import read_head, read_manifest
+from .frames import dense_digest
+from .inspection import read_head
 from .interface import Bytes, CorruptVersion, Store
 from .layout import Frame, cut, group_frames
 from .leases import lease
-from .manifest import FrameRecord, Manifest, VersionRef, manifest_key, part_key
+from .manifest import FrameRecord, Manifest, VersionRef, manifest_key, part_key, placed, read_manifest
 from .progress import Counter, Progress
 from .workers import run_all
 
@@ -52,9 +52,12 @@ class Verification(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Version(NamedTuple):
+    """`placed` is where each tensor is in its anchor, `headers` what else is in that: (key, extent)."""
+
     ref: VersionRef
     manifest: Manifest
     placed: dict[int, tuple[str, int]]
+    headers: tuple[tuple[str, Extent], ...]
 
 
 class _Checked(NamedTuple):
@@ -79,8 +82,8 @@ async def verify(store: Store, progress: Progress | None = None) -> Verification
             damage += await anyio.to_thread.run_sync(_check_headers, store, version, counted)
         for run in _runs(versions):
             layout, size = run[0].manifest.layout, run[0].manifest.frame_bytes
-            groups = group_frames(cut(layout, size), size)
-            for checked in await run_all(partial(_check_group, store, run, counted), groups):
+            cuts = cut(layout, size)
+            for checked in await run_all(partial(_check_group, store, run, counted, cuts), group_frames(cuts, size)):
                 frames += checked.frames
                 unapplied += checked.unapplied
                 damage += checked.damage
@@ -99,29 +102,22 @@ async def verify(store: Store, progress: Progress | None = None) -> Verification
 def _load(store: Store, ref: VersionRef) -> _Version | Damage:
     try:
         manifest = read_manifest(store, ref)
-        contents(ref, manifest)
+        blobs = contents(ref, manifest)
     except FileNotFoundError:
         return Damage(ref.incarnation, ref.version, manifest_key(ref.incarnation, ref.version), "is missing")
     except CorruptVersion as error:
         return Damage(ref.incarnation, ref.version, manifest_key(ref.incarnation, ref.version), str(error))
-    placed = {}
-    for part in manifest.anchors:
-        position = part.start
-        for tensor in part.tensors:
-            placed[tensor] = (part.name, position)
-            position += manifest.layout[tensor].nbytes
-    return _Version(ref, manifest, placed)
+    headers = tuple((blob.key, blob.extents[0]) for blob in blobs if blob.is_anchor)
+    return _Version(ref, manifest, placed(manifest), headers)
 
 
 def _check_headers(store: Store, version: _Version, counted: Counter) -> list[Damage]:
     """What precedes the tensors in an anchor, for those who open it as a safetensors file."""
     damage = []
-    for blob in contents(version.ref, version.manifest):
-        if blob.is_anchor:
-            header = blob.extents[0]
-            data = _read(store, version.ref, blob.key, header)
-            damage += [data] if isinstance(data, Damage) else []
-            counted.add(header.stop)
+    for key, header in version.headers:
+        data = _read(store, version.ref, key, header)
+        damage += [data] if isinstance(data, Damage) else []
+        counted.add(header.stop)
     return damage
 
 
@@ -141,8 +137,9 @@ def _runs(versions: Sequence[_Version]) -> Iterator[list[_Version]]:
         yield run
 
 
-def _check_group(store: Store, run: Sequence[_Version], counted: Counter, group: range) -> _Checked:
-    frames = cut(run[0].manifest.layout, run[0].manifest.frame_bytes)
+def _check_group(
+    store: Store, run: Sequence[_Version], counted: Counter, frames: Sequence[Frame], group: range
+) -> _Checked:
     parts = [_check_frame(store, run, counted, position, frames[position]) for position in group]
     return _Checked(
         sum(part.frames for part in parts),
@@ -197,7 +194,7 @@ def _applied(
         apply(record.codec, record.changed, payload, current, version.manifest.layout[frame.tensor].dtype)
     except CorruptVersion as error:
         return _wrong(version, frame, f"has a delta that cannot be applied: {error}")
-    if xxhash.xxh3_128_digest(current.data) != record.dense:
+    if dense_digest(current) != record.dense:
         return _wrong(version, frame, "does not have the digest it should after its delta")
     return current
 
@@ -210,9 +207,10 @@ def _from_anchor(store: Store, version: _Version, record: FrameRecord, frame: Fr
     data = _read(store, version.ref, key, extent)
     if isinstance(data, Damage):
         return data
-    if xxhash.xxh3_128_digest(data) != record.dense:
+    dense = np.array(np.frombuffer(data, np.uint8))
+    if dense_digest(dense) != record.dense:
         return _wrong(version, frame, "has two digests that contradict each other")
-    return np.array(np.frombuffer(data, np.uint8))
+    return dense
 
 
 def _read(store: Store, ref: VersionRef, key: str, extent: Extent) -> memoryview | Damage:
