@@ -17,6 +17,7 @@ import anyio.to_thread
 import structlog
 
 from .interface import CorruptVersion, RemoteStore
+from .pulse import Pulse
 from .spool import FileSpool, MemorySpool, Spool, Stretch, cut_parts
 
 MEMORY = 256 << 20
@@ -77,7 +78,7 @@ class Link:
         self._waiting = dict.fromkeys(_in_step(cut))
         self._held = 0
         self._failure: Exception | None = None
-        self._work = anyio.Event()
+        self._work = Pulse()
 
     def open(self) -> None:
         """Go on with what an earlier process left. Blocking."""
@@ -114,7 +115,7 @@ class Link:
                 self._waiting[part] = None
             if part in self._waiting:  # to the front, whatever memory holds
                 self._waiting = {part: None, **self._waiting}
-        self._wake()
+        self._work.beat()
         for part in parts:
             await part.here.wait()
             if self._failure is not None:
@@ -126,11 +127,7 @@ class Link:
             if part.unread <= 0 and self._spool.in_memory:
                 self._spool.drop(part.stretch)
                 self._held -= part.size
-        self._wake()
-
-    def _wake(self) -> None:
-        self._work.set()
-        self._work = anyio.Event()
+        self._work.beat()
 
     def _take(self) -> _Part | None:
         part = next(iter(self._waiting), None)
@@ -161,7 +158,7 @@ class Link:
             self._failure = failure
             for part in chain.from_iterable(self._blobs.values()):
                 part.here.set()
-            self._wake()
+            self._work.beat()
 
     async def _fetch(self, part: _Part) -> None:
         arrived = anyio.current_time()

@@ -8,6 +8,8 @@ import uuid
 from collections.abc import Iterable
 from pathlib import Path
 
+from .interface import WeightSyncError
+
 
 def write_all(descriptor: int, data: bytes | memoryview, offset: int) -> None:
     """Write all of `data` at `offset`."""
@@ -45,6 +47,18 @@ def write_atomically(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
     finally:
         os.close(descriptor)
     sync_directory(path.parent)
+
+
+def lock_file(path: Path, taken: str) -> int:
+    """A descriptor that holds a lock on `path` until it is closed. Raises WeightSyncError, with `taken`, where another
+    has it."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise WeightSyncError(taken) from None
+    return descriptor
 
 
 def in_use(descriptor: int) -> bool:

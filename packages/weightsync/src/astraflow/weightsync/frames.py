@@ -10,13 +10,11 @@ import blake3
 import xxhash
 from msgspec.structs import replace
 
-from .codecs import NAMES, RAW, Codec, Encoded, compare, encode
+from .codecs import NAMES, UNCHANGED, Codec, Encoded, compare, encode
 from .interface import Bytes, TensorSpec
 from .layout import ITEMSIZE
 from .manifest import FrameRecord
 from .seconds import Seconds
-
-NO_DELTA = Encoded(RAW, 0, b"")
 
 
 class Made(NamedTuple):
@@ -29,7 +27,7 @@ class Made(NamedTuple):
 
 def make(dense: Bytes, base: Bytes | None, dtype: str, codec: Codec, seconds: Seconds) -> Made:
     """The frame whose bytes are `dense`, as a change of `base`, where there is one. Counts diff and encode."""
-    delta = NO_DELTA
+    delta = UNCHANGED
     if base is not None:
         with seconds.of("diff"):
             found = compare(base, dense, dtype)

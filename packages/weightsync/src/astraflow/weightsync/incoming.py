@@ -25,31 +25,15 @@ from numpy.typing import NDArray
 from .contents import Blob, Extent
 from .files import sync_directory, write_all
 from .interface import CorruptVersion, RemoteStore, Store
+from .pulse import Pulse
+from .spool import part_size
 
 HAVE = ".have"
 """Ends the name of the note beside a file."""
-_LARGEST_PIECE = 8 << 20
-_SMALLEST_PIECE = 256 << 10
-_SPREAD = 32
-"""A blob is cut so that this many connections have a piece each, where it is large enough."""
 _WRITE = 1 << 20
 """Bytes that arrive before they are written: what a kill loses of a piece at most."""
 _STRIKES = 3
 """A block that arrives damaged this often is damaged at the source."""
-
-
-class Pulse:
-    """Wakes all who wait for it at this moment. Look before you wait: a beat is not remembered."""
-
-    def __init__(self) -> None:
-        self._event = anyio.Event()
-
-    def beat(self) -> None:
-        self._event.set()
-        self._event = anyio.Event()
-
-    async def wait(self) -> None:
-        await self._event.wait()
 
 
 class Block(NamedTuple):
@@ -109,7 +93,7 @@ class Incoming:
         self.blob = blob
         self.fault: CorruptVersion | FileNotFoundError | None = None
         self.arrived = 0
-        size = min(_LARGEST_PIECE, max(_SMALLEST_PIECE, blob.size // _SPREAD))
+        size = part_size(blob.size)
         self._blocks = blocks_of(blob, size)
         self._starts = [block.start for block in self._blocks]
         self._pieces = pieces_of(self._blocks, size)

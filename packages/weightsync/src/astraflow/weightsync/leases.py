@@ -22,7 +22,7 @@ import structlog
 
 from .interface import Entry, Store
 from .manifest import HEAD, VersionRef
-from .retention import Named
+from .retention import Named, removable
 
 LEASES = "leases/"
 """Where a store keeps them: one small blob for each pull under way."""
@@ -71,6 +71,16 @@ def leased(store: Store, entries: Sequence[Entry]) -> set[Named]:
         elif lease is not None:
             held.update(lease.versions)
     return held
+
+
+def remove_old(store: Store, kept: Iterable[VersionRef], newest: VersionRef) -> None:
+    """Remove the versions up to `newest`, which HEAD has just been moved to, that are neither `kept` nor leased.
+    Blocks."""
+    entries = store.entries("")
+    named = {(ref.incarnation, ref.version) for ref in kept}
+    last = (newest.incarnation, newest.version)
+    for key in removable((entry.key for entry in entries), named, leased(store, entries), last):
+        store.delete(key)
 
 
 def _read(store: Store, entry: Entry) -> Lease | None:

@@ -8,7 +8,6 @@ gone.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import random
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator, Sequence
@@ -27,12 +26,13 @@ import structlog
 
 from .contents import Blob, contents
 from .directory_store import DirectoryStore
+from .files import lock_file
 from .following import complete_run, fetch_order, succeeds
-from .incoming import HAVE, Incoming, Pulse
+from .incoming import HAVE, Incoming
 from .interface import CorruptVersion, Entry, Located, Store, WeightSyncError
-from .leases import LEASES, lease, leased
+from .leases import LEASES, lease, remove_old
 from .manifest import HEAD, Head, VersionRef, decode_head, decode_manifest, encode_head, manifest_key, read_manifest
-from .retention import removable
+from .pulse import Pulse
 
 log = structlog.get_logger(__name__)
 
@@ -109,7 +109,8 @@ class Mirror:
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
-            lock = await self._run(_lock, self._root / _LOCK)
+            taken = f"{self._root} is another mirror's; each needs a directory of its own"
+            lock = await self._run(lock_file, self._root / _LOCK, taken)
             stack.callback(os.close, lock)
             self._portal = await stack.enter_async_context(anyio.from_thread.BlockingPortal())
             stack.push_async_callback(self._portal.stop, cancel_remaining=True)
@@ -368,17 +369,9 @@ class Mirror:
             return
         await self._run(self._local.put, HEAD, [encode_head(head)])
         log.info("mirror moved", store=self.url, version=head.newest.version, incarnation=head.newest.incarnation)
-        await self._run(self._remove_old, head)
+        await self._run(remove_old, self._local, (*head.versions, *self._versions), head.newest)
         self._head = head
         self._changed.beat()
-
-    def _remove_old(self, head: Head) -> None:
-        """Remove what neither `head` nor the source's names and no reader behind has leased."""
-        named = {(ref.incarnation, ref.version) for ref in (*head.versions, *self._versions)}
-        newest = (head.newest.incarnation, head.newest.version)
-        entries = self._local.entries("")
-        for key in removable((entry.key for entry in entries), named, leased(self._local, entries), newest):
-            self._local.delete(key)
 
     def _is_complete(self, ref: VersionRef) -> bool:
         return not any(blob.key in self._incoming for blob in self._versions[ref].parts)
@@ -478,14 +471,3 @@ def _leaves(error: Exception) -> list[Exception]:
     if isinstance(error, ExceptionGroup):
         return [leaf for part in error.exceptions for leaf in _leaves(part)]
     return [error]
-
-
-def _lock(path: Path) -> int:
-    """Raises WeightSyncError if another process mirrors there."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        raise WeightSyncError(f"{path.parent} is another mirror's; each needs a directory of its own") from None
-    return descriptor

@@ -18,7 +18,7 @@ import blake3
 import structlog
 from msgspec.structs import asdict
 
-from .codecs import CODECS, Codec
+from .codecs import Codec, known
 from .frames import Made, Records, count_codecs, dense_digest, density, make
 from .interface import Bytes, PublishReport, Retention, Store, Tensors, WeightSyncError
 from .layout import (
@@ -38,13 +38,12 @@ from .manifest import (
     part_key,
 )
 from .puller import Puller
+from .retention import DEFAULT
 from .seconds import Seconds
 from .snapshot import Snapshot, SnapshotSink
 from .sources import Source, open_source
 from .stream import Stream
 from .workers import in_order
-
-_RETENTION = Retention()
 
 log = structlog.get_logger(__name__)
 
@@ -69,14 +68,12 @@ class Publisher:
         stream: str,
         incarnation: int,
         anchor_every: int = 10,
-        retention: Retention = _RETENTION,
+        retention: Retention = DEFAULT,
         codec: Codec = "auto",
     ) -> None:
-        if codec not in CODECS:
-            raise ValueError(f"codec {codec!r} is unknown; there are {', '.join(CODECS)}")
         self._store = store
         self._stream = Stream(store, stream, incarnation, anchor_every, retention)
-        self._codec: Codec = codec
+        self._codec = known(codec)
         self._snapshot: Snapshot | None = None
         self._busy = anyio.Lock()
 

@@ -11,6 +11,9 @@ from collections.abc import Iterable, Sequence, Set
 from .interface import Retention
 from .manifest import VersionRef
 
+DEFAULT = Retention()
+"""What a publisher keeps that is told nothing else."""
+
 Named = tuple[int, int]
 """Incarnation and version."""
 

@@ -143,9 +143,7 @@ def _server(handler: Handler, listening: socket.socket, tls: Tls | None) -> Any:
 
 def _check(host: str, token: str | None, tls: Tls | None) -> None:
     if token is not None and len(token) < 16:
-        raise ValueError(
-            "a token has at least 16 characters: python -c 'import secrets; print(secrets.token_urlsafe())'"
-        )
+        raise ValueError(f"a token has at least 16 characters: {_MAKE_TOKEN}")
     if not is_loopback(host) and (token is None or tls is None):
         raise ValueError(
             f"{host} is not a loopback address, so what is served leaves this machine: give a certificate and its key "

@@ -22,7 +22,7 @@ import msgspec
 import structlog
 
 from .channel import Channel, RankLost, broadcast, gather
-from .codecs import CODECS, Codec
+from .codecs import Codec, known
 from .contents import anchor_index
 from .frames import count_codecs, density
 from .interface import (
@@ -37,11 +37,10 @@ from .interface import (
 )
 from .layout import FRAME_BYTES, INDEX, dense_bytes
 from .manifest import DeltaPart, delta_name, part_key
+from .retention import DEFAULT
 from .sharded_work import Plan, Share, Work, merged
 from .shards import Held, Piece, held
 from .stream import Stream
-
-_RETENTION = Retention()
 
 log = structlog.get_logger(__name__)
 
@@ -121,12 +120,10 @@ class ShardedPublisher:
         stream: str,
         incarnation: int,
         anchor_every: int = 10,
-        retention: Retention = _RETENTION,
+        retention: Retention = DEFAULT,
         codec: Codec = "auto",
     ) -> None:
-        if codec not in CODECS:
-            raise ValueError(f"codec {codec!r} is unknown; there are {', '.join(CODECS)}")
-        self._codec: Codec = codec
+        self._codec = known(codec)
         self._store = store
         self._channel = channel
         self._stream = Stream(store, stream, incarnation, anchor_every, retention)

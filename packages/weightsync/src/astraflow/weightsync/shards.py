@@ -7,6 +7,7 @@ that lies on several ranks is sent to its owner, which is all that ever moves be
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -72,9 +73,7 @@ def held(piece: Piece) -> Held:
             f"tensor {piece.name!r}: {local} at row {piece.row}, {itemsize} bytes each, is no piece of "
             f"{piece.dtype} {piece.shape}"
         )
-    row = itemsize
-    for size in piece.shape[1:]:
-        row *= size
+    row = itemsize * math.prod(piece.shape[1:])
     return Held(piece.name, piece.dtype, piece.shape, piece.row * row, (piece.row + rows) * row)
 
 
@@ -83,9 +82,7 @@ def layout_of(ranks: Sequence[Sequence[Held]]) -> tuple[TensorSpec, ...]:
     found: dict[str, TensorSpec] = {}
     for rank, pieces in enumerate(ranks):
         for piece in pieces:
-            nbytes = ITEMSIZE[piece.dtype]
-            for size in piece.shape:
-                nbytes *= size
+            nbytes = math.prod(piece.shape) * ITEMSIZE[piece.dtype]
             spec = TensorSpec(name=piece.name, dtype=piece.dtype, shape=piece.shape, nbytes=nbytes)
             if found.setdefault(piece.name, spec) != spec:
                 raise ValueError(f"tensor {piece.name!r} is {spec} on rank {rank}, {found[piece.name]} on another")

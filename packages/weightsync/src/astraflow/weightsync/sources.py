@@ -17,7 +17,8 @@ import numpy as np
 
 from .files import read_into
 from .interface import Bytes, CorruptVersion, Tensors, TensorSpec
-from .layout import ITEMSIZE, canonical, check_layout
+from .layout import INDEX, ITEMSIZE, canonical, check_layout
+from .manifest import anchor_name
 from .tensors import is_torch, spec_of
 
 _MAX_HEADER = 100 << 20
@@ -125,9 +126,9 @@ class SafetensorsSource:
 def _files(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
-    index = path / "model.safetensors.index.json"
+    index = path / INDEX
     if not index.exists():
-        return [path / "model.safetensors"]
+        return [path / anchor_name()]
     try:
         names = set(json.loads(index.read_bytes())["weight_map"].values())
     except (ValueError, KeyError, TypeError, AttributeError) as error:

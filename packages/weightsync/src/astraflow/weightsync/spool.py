@@ -6,14 +6,12 @@ cuts the same. What is in a file is as untrusted as the link: who reads it verif
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from .files import read_into, write_all
-from .interface import WeightSyncError
+from .files import lock_file, read_into, write_all
 
 LARGEST_PART = 8 << 20
 SMALLEST_PART = 256 << 10
@@ -31,8 +29,13 @@ class Stretch(NamedTuple):
     stop: int
 
 
+def part_size(size: int) -> int:
+    """Of the parts of a blob of `size` bytes."""
+    return min(LARGEST_PART, max(SMALLEST_PART, -(-size // SPREAD)))
+
+
 def cut_parts(blob: Stretch) -> list[Stretch]:
-    size = min(LARGEST_PART, max(SMALLEST_PART, -(-(blob.stop - blob.start) // SPREAD)))
+    size = part_size(blob.stop - blob.start)
     return [Stretch(blob.key, start, min(start + size, blob.stop)) for start in range(blob.start, blob.stop, size)]
 
 
@@ -88,12 +91,8 @@ class FileSpool:
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self._root = Path(directory)
         self._root.mkdir(parents=True, exist_ok=True)
-        self._lock = os.open(self._root / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._lock)
-            raise WeightSyncError(f"{self._root} is the spool of a pull under way: give each puller its own") from None
+        taken = f"{self._root} is the spool of a pull under way: give each puller its own"
+        self._lock = lock_file(self._root / _LOCK, taken)
 
     def close(self) -> None:
         os.close(self._lock)

@@ -13,7 +13,7 @@ import structlog
 
 from .interface import Retention, StaleIncarnation, Store, TensorSpec
 from .layout import layout_digest, root_digest
-from .leases import leased
+from .leases import remove_old
 from .manifest import (
     HEAD,
     AnchorPart,
@@ -27,7 +27,7 @@ from .manifest import (
     encode_manifest,
     manifest_key,
 )
-from .retention import removable, retained
+from .retention import retained
 
 log = structlog.get_logger(__name__)
 
@@ -151,11 +151,7 @@ class Stream:
         later one."""
         if self.head is None:
             return
-        named = {(ref.incarnation, ref.version) for ref in self.head.versions}
-        newest = (self.head.newest.incarnation, self.head.newest.version)
         try:
-            entries = self._store.entries("")
-            for key in removable((entry.key for entry in entries), named, leased(self._store, entries), newest):
-                self._store.delete(key)
+            remove_old(self._store, self.head.versions, self.head.newest)
         except OSError as error:  # the version is published: that space is not freed must not undo it
             log.warning("old versions not removed", store=self._store.url, stream=self.name, error=str(error))

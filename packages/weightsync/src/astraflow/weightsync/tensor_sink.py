@@ -12,12 +12,11 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from .codecs import changed_elements, sparse_is_smaller
+from .codecs import Index, changed_elements, sparse_is_smaller
 from .interface import Bytes, CorruptVersion, SinkState, TensorSpec
 from .layout import ITEMSIZE, elements
 from .tensors import is_torch, spec_of
 
-Index = NDArray[np.int64]
 Write = Callable[[], None]
 Key = tuple[str, int, int]
 """Device, address and bytes: tensors that share memory (tied weights) have the same."""

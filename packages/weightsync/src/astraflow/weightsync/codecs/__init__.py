@@ -14,7 +14,7 @@ Bits are compared and restored, never values: NaN payloads and the sign of zero 
 from .changes import Index, changed_elements, sparse_is_smaller
 from .decode import Change, apply, decode, patch, write
 from .encode import compare, encode
-from .kinds import CODECS, GAP_XOR, L0, L2, NAMES, PLANES, RAW, Codec, Encoded
+from .kinds import CODECS, GAP_XOR, L0, L2, NAMES, PLANES, RAW, UNCHANGED, Codec, Encoded, known
 
 __all__ = [
     "CODECS",
@@ -24,6 +24,7 @@ __all__ = [
     "NAMES",
     "PLANES",
     "RAW",
+    "UNCHANGED",
     "Change",
     "Codec",
     "Encoded",
@@ -33,6 +34,7 @@ __all__ = [
     "compare",
     "decode",
     "encode",
+    "known",
     "patch",
     "sparse_is_smaller",
     "write",

@@ -10,10 +10,9 @@ from ..interface import Bytes
 from ..layout import ITEMSIZE, elements
 from . import base_aware, base_free, zstd
 from .changes import Bits, Index, Unsigned, count, difference, positions
-from .kinds import GAP_XOR, L0, L2, PLANES, RAW, Codec, Encoded
+from .kinds import GAP_XOR, L0, L2, PLANES, RAW, UNCHANGED, Codec, Encoded
 from .order import FLOATS
 
-_NOTHING = Encoded(RAW, 0, b"")
 _SAMPLE = 1 << 16
 """Elements that are encoded to see what all would take."""
 
@@ -41,7 +40,7 @@ def encode(old: Bytes, new: Bytes, dtype: str, codec: Codec = "auto", found: Dif
     itemsize = ITEMSIZE[dtype]
     bits, changed = found if found is not None else compare(old, new, dtype)
     if not changed:
-        return _NOTHING
+        return UNCHANGED
     raw = Encoded(RAW, changed, new.data)
     if codec == "raw":
         return raw

@@ -15,6 +15,14 @@ Codec = Literal["auto", "raw", "planes", "xor", "l0", "l2"]
 
 CODECS: tuple[str, ...] = get_args(Codec)
 
+
+def known(codec: Codec) -> Codec:
+    """`codec`. Raises ValueError for a name that is none."""
+    if codec not in CODECS:
+        raise ValueError(f"codec {codec!r} is unknown; there are {', '.join(CODECS)}")
+    return codec
+
+
 NAMES = {RAW: "raw", PLANES: "planes", GAP_XOR: "xor", L0: "l0", L2: "l2"}
 """The name of each number."""
 
@@ -25,3 +33,7 @@ class Encoded(NamedTuple):
     codec: int
     changed: int
     payload: bytes | memoryview
+
+
+UNCHANGED = Encoded(RAW, 0, b"")
+"""What an unchanged frame is written as, and one that has no base."""
