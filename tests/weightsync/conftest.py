@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from moto.server import ThreadedMotoServer
 
-from astraflow.weightsync import DirectoryStore, MemoryStore, ObjectStore, Store
+from astraflow.weightsync import DirectoryStore, MemoryStore, ObjectStore, Puller, Store, TensorSink
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 
@@ -92,6 +92,24 @@ def change() -> Callable[[Arrays, int], None]:
 @pytest.fixture
 def copy() -> Callable[[Arrays], Arrays]:
     return lambda tensors: {name: tensor.copy() for name, tensor in tensors.items()}
+
+
+@pytest.fixture
+def zeros() -> Callable[[Arrays], Arrays]:
+    """Arrays like those of a model, to be pulled into."""
+    return lambda tensors: {name: np.zeros_like(tensor) for name, tensor in tensors.items()}
+
+
+@pytest.fixture
+def pulled(zeros: Callable[[Arrays], Arrays]) -> Callable[[Store, Arrays], Awaitable[Arrays]]:
+    """What one who begins with nothing gets from a store, for a model like the one given."""
+
+    async def pull(store: Store, tensors: Arrays) -> Arrays:
+        live = zeros(tensors)
+        assert await Puller(store, TensorSink(live)).pull() is not None
+        return live
+
+    return pull
 
 
 @pytest.fixture

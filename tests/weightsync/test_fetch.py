@@ -34,6 +34,7 @@ from astraflow.weightsync.spool import FileSpool, MemorySpool, Spool, Stretch, c
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 Same = Callable[[Arrays, Arrays], bool]
+Zeros = Callable[[Arrays], Arrays]
 
 
 class Proxy:
@@ -106,10 +107,6 @@ def large() -> Arrays:
     return {name: rng.integers(0, 1 << 32, (1 << 20) + 5, np.uint32) for name in ("one", "two")}
 
 
-def zeros(model: Arrays) -> Arrays:
-    return {name: np.zeros_like(tensor) for name, tensor in model.items()}
-
-
 def bytes_of(model: Arrays) -> int:
     return sum(tensor.nbytes for tensor in model.values())
 
@@ -156,7 +153,7 @@ def test_a_spool_is_one_pullers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("spooled", [False, True])
 async def test_a_cut_connection_resumes_at_the_byte(
-    tmp_path: Path, small_frames: int, large: Arrays, same: Same, spooled: bool
+    tmp_path: Path, small_frames: int, large: Arrays, same: Same, spooled: bool, zeros: Zeros
 ) -> None:
     store = DirectoryStore(tmp_path / "store")
     await Publisher(store, stream="s", incarnation=1).publish(large, 0)
@@ -208,7 +205,7 @@ async def test_a_killed_puller_goes_on_at_the_byte(tmp_path: Path, large: Arrays
 
 
 async def test_a_spool_that_was_damaged_costs_one_pull(
-    tmp_path: Path, small_frames: int, large: Arrays, same: Same
+    tmp_path: Path, small_frames: int, large: Arrays, same: Same, zeros: Zeros
 ) -> None:
     store = DirectoryStore(tmp_path / "store")
     await Publisher(store, stream="s", incarnation=1).publish(large, 0)
@@ -295,7 +292,7 @@ async def test_memory_is_bounded_and_out_of_order_reads_do_not_wait_for_each_oth
             assert bytes(again) == data[:10]  # read before, and dropped
 
 
-async def test_a_cancelled_pull_ends_at_once(tmp_path: Path, large: Arrays) -> None:
+async def test_a_cancelled_pull_ends_at_once(tmp_path: Path, large: Arrays, zeros: Zeros) -> None:
     store = DirectoryStore(tmp_path / "store")
     await Publisher(store, stream="s", incarnation=1).publish(large, 0)
     proxy, live = Proxy(cut=None, limit=3 << 20), zeros(large)
@@ -310,7 +307,7 @@ async def test_a_cancelled_pull_ends_at_once(tmp_path: Path, large: Arrays) -> N
 
 
 async def test_a_slow_pull_delays_neither_the_publisher_nor_another_pull(
-    tmp_path: Path, large: Arrays, same: Same
+    tmp_path: Path, large: Arrays, same: Same, zeros: Zeros
 ) -> None:
     store = DirectoryStore(tmp_path / "store")
     publisher = Publisher(store, stream="s", incarnation=1, anchor_every=1)
@@ -332,7 +329,7 @@ async def test_a_slow_pull_delays_neither_the_publisher_nor_another_pull(
     assert not same(first, large)
 
 
-async def test_news_are_waited_for(tmp_path: Path, small_frames: int, model: Arrays) -> None:
+async def test_news_are_waited_for(tmp_path: Path, small_frames: int, model: Arrays, zeros: Zeros) -> None:
     store = DirectoryStore(tmp_path / "store")
     publisher = Publisher(store, stream="s", incarnation=1)
     with anyio.fail_after(60):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +30,7 @@ Arrays = dict[str, np.ndarray[Any, Any]]
 Change = Callable[[Arrays, int], None]
 Copy = Callable[[Arrays], Arrays]
 Same = Callable[[Arrays, Arrays], bool]
-
-
-def zeros(model: Arrays) -> Arrays:
-    return {name: np.zeros_like(tensor) for name, tensor in model.items()}
-
-
-async def pulled(store: Store, model: Arrays) -> Arrays:
-    live = zeros(model)
-    assert await Puller(store, TensorSink(live)).pull() is not None
-    return live
+Pulled = Callable[[Store, Arrays], Awaitable[Arrays]]
 
 
 def tiny_llama() -> Any:
@@ -75,7 +66,14 @@ async def test_an_anchor_is_a_file_that_other_tools_open(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("shards", [1, 3])
 async def test_a_file_or_a_hugging_face_directory_is_published(
-    store: Store, tmp_path: Path, small_frames: int, model: Arrays, change: Change, same: Same, shards: int
+    store: Store,
+    tmp_path: Path,
+    small_frames: int,
+    model: Arrays,
+    change: Change,
+    same: Same,
+    shards: int,
+    pulled: Pulled,
 ) -> None:
     path = tmp_path / "model"
     path.mkdir()
@@ -173,7 +171,7 @@ async def test_tensors_that_are_not_contiguous(
 
 
 async def test_a_publisher_that_starts_again_goes_on_with_a_delta(
-    store: Store, tmp_path: Path, small_frames: int, model: Arrays, change: Change, same: Same
+    store: Store, tmp_path: Path, small_frames: int, model: Arrays, change: Change, same: Same, pulled: Pulled
 ) -> None:
     """So that a trainer's restart costs no full pull."""
     first = Publisher(store, stream="s", incarnation=1)
@@ -198,7 +196,7 @@ async def test_a_publisher_that_starts_again_goes_on_with_a_delta(
 
 @pytest.mark.parametrize("damage", ["anchor", "manifest", "delta", "layout"])
 async def test_where_the_last_version_cannot_be_read_back_an_anchor_is_written(
-    store: Store, small_frames: int, model: Arrays, change: Change, same: Same, damage: str
+    store: Store, small_frames: int, model: Arrays, change: Change, same: Same, damage: str, pulled: Pulled
 ) -> None:
     first = Publisher(store, stream="s", incarnation=1)
     for version in range(2):
@@ -244,7 +242,7 @@ def unsure() -> Iterator[Unsure]:
 
 @pytest.mark.parametrize("how", ["error", "twice"])
 async def test_a_swap_that_was_done_though_it_failed_counts(
-    unsure: Unsure, small_frames: int, model: Arrays, change: Change, same: Same, how: str
+    unsure: Unsure, small_frames: int, model: Arrays, change: Change, same: Same, how: str, pulled: Pulled
 ) -> None:
     publisher = Publisher(unsure, stream="s", incarnation=1)
     await publisher.publish(model, 0)
@@ -258,7 +256,7 @@ async def test_a_swap_that_was_done_though_it_failed_counts(
 
 
 async def test_a_swap_that_cannot_be_told_is_told_by_the_next_publish(
-    unsure: Unsure, small_frames: int, model: Arrays, change: Change, same: Same
+    unsure: Unsure, small_frames: int, model: Arrays, change: Change, same: Same, pulled: Pulled
 ) -> None:
     publisher = Publisher(unsure, stream="s", incarnation=1)
     await publisher.publish(model, 0)
