@@ -36,8 +36,12 @@ STEPS = 3
 """Timed steps of a process, after one that warms up."""
 
 
-def make_rows(shared: bool) -> list[tuple[list[int], list[int], float]]:
-    """(prompt, completion, advantage) of 64 sequences; samples of a prompt share it, or every sequence has its own."""
+Rows = list[tuple[list[int], list[int], float]]
+"""(prompt, completion, advantage) of each sequence."""
+
+
+def make_rows(shared: bool) -> Rows:
+    """64 sequences; samples of a prompt share it, or every sequence has its own."""
     rng = np.random.default_rng(0)
     rows = []
     for _ in range(PROMPTS):
@@ -48,9 +52,6 @@ def make_rows(shared: bool) -> list[tuple[list[int], list[int], float]]:
             total = int(rng.integers(max(SHORTEST, len(prompt) + 4), LONGEST + 1))
             rows.append((prompt, rng.integers(100, 49000, total - len(prompt)).tolist(), float(rng.normal())))
     return rows
-
-
-Rows = list[tuple[list[int], list[int], float]]
 
 
 def ours(rows: Rows, model: Path) -> Iterator[Callable[[], None]]:

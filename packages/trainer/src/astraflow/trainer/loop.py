@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -34,7 +35,7 @@ from astraflow.dataflow import (
 from astraflow.weightsync import Publisher, PublishReport, Store, Tensors
 
 from .ahead import Ahead
-from .checkpoint import Checkpoint, CheckpointMeta, latest_checkpoint, save_checkpoint, write_directory
+from .checkpoint import CheckpointMeta, latest_checkpoint, save_checkpoint, write_directory
 from .config import TrainerConfig
 from .interface import BadBatch, PolicySpec, PublishesItself, PublishTarget, SavesAside, TrainerBackend
 from .launch import world
@@ -93,12 +94,27 @@ async def train(
         raise FileExistsError(f"{spec.model_id}: {found.directory} exists; resume it or choose another directory")
     backend_class = await work.run(lambda: load_backend(config.backend))  # importing torch takes seconds
     backend = await work.run(lambda: _construct(backend_class, spec, config, store))
-    try:
-        return await _train(spec, config, dataflow, store, work, backend, found, export)
-    finally:
-        if isinstance(backend, PublishesItself):
-            with anyio.CancelScope(shield=True):
-                await work.run(backend.stop)
+    async with _stopping(backend, work):
+        loop = _Loop(spec, config, dataflow, work, backend)
+        if found:
+            await work.run(lambda: backend.load(found.directory))
+            loop.restore(found.meta, found.directory)
+        try:
+            await loop.run(store)
+        except (anyio.get_cancelled_exc_class(), RunFailed):
+            with anyio.CancelScope(shield=True):  # as long as the disk takes: a thread cannot be cancelled anyway
+                await loop.save()
+            raise
+        checkpoint = await loop.save()
+        if export is not None:
+            await work.run(lambda: write_directory(export, backend.export))
+        return TrainSummary(
+            model_id=spec.model_id,
+            version=loop.version,
+            started_at=found.meta.version if found else 0,
+            skipped=loop.skipped,
+            checkpoint=checkpoint,
+        )
 
 
 async def follow(spec: PolicySpec, config: TrainerConfig, store: Store) -> None:
@@ -111,36 +127,15 @@ async def follow(spec: PolicySpec, config: TrainerConfig, store: Store) -> None:
     await follow_rank_0(spec, config, store)
 
 
-async def _train(
-    spec: PolicySpec,
-    config: TrainerConfig,
-    dataflow: DataflowService,
-    store: Store,
-    work: _Work,
-    backend: TrainerBackend,
-    found: Checkpoint | None,
-    export: Path | None,
-) -> TrainSummary:
-    loop = _Loop(spec, config, dataflow, work, backend)
-    if found:
-        await work.run(lambda: backend.load(found.directory))
-        loop.restore(found.meta, found.directory)
+@asynccontextmanager
+async def _stopping(backend: TrainerBackend, work: _Work) -> AsyncIterator[None]:
+    """Tell a backend of several processes that no call follows, whatever happens."""
     try:
-        await loop.run(store)
-    except (anyio.get_cancelled_exc_class(), RunFailed):
-        with anyio.CancelScope(shield=True):  # as long as the disk takes: a thread cannot be cancelled anyway
-            await loop.save()
-        raise
-    checkpoint = await loop.save()
-    if export is not None:
-        await work.run(lambda: write_directory(export, backend.export))
-    return TrainSummary(
-        model_id=spec.model_id,
-        version=loop.version,
-        started_at=found.meta.version if found else 0,
-        skipped=loop.skipped,
-        checkpoint=checkpoint,
-    )
+        yield
+    finally:
+        if isinstance(backend, PublishesItself):
+            with anyio.CancelScope(shield=True):
+                await work.run(backend.stop)
 
 
 def _construct(kind: type[TrainerBackend], spec: PolicySpec, config: TrainerConfig, store: Store) -> TrainerBackend:

@@ -40,9 +40,7 @@ class _Step(msgspec.Struct, frozen=True, tag=True):
 
 
 class _Publish(msgspec.Struct, frozen=True, tag=True):
-    stream: str
-    incarnation: int
-    anchor_every: int
+    target: PublishTarget
     version: int
 
 
@@ -64,18 +62,18 @@ class _Member:
     def __init__(self, backend: TorchBackend, store: Store) -> None:
         self.backend, self.channel = backend, TorchChannel(PATIENCE_S)
         self._store = store
-        self._publisher: tuple[_Publish, ShardedPublisher] | None = None
+        self._publisher: tuple[PublishTarget, ShardedPublisher] | None = None
 
     async def publish(self, call: _Publish) -> PublishReport:
         """The ranks tell each other what goes wrong here."""
-        target = msgspec.structs.replace(call, version=0)
+        target = call.target
         if self._publisher is None or self._publisher[0] != target:
             made = ShardedPublisher(
                 self._store,
                 self.channel,
-                stream=call.stream,
-                incarnation=call.incarnation,
-                anchor_every=call.anchor_every,
+                stream=target.stream,
+                incarnation=target.incarnation,
+                anchor_every=target.anchor_every,
             )
             self._publisher = (target, made)
         return await self._publisher[1].publish(self.backend.pieces(), call.version)
@@ -127,7 +125,7 @@ class Team:
         return self._call(_Step(batch), lambda: self._member.backend.step(batch))
 
     async def publish(self, target: PublishTarget, version: int, /) -> PublishReport:
-        call = _Publish(target.stream, target.incarnation, target.anchor_every, version)
+        call = _Publish(target, version)
         await anyio.to_thread.run_sync(broadcast, self._member.channel, msgspec.msgpack.encode(call))
         return await self._member.publish(call)
 

@@ -32,6 +32,11 @@ def mean_moment(logprobs: Tensor, old: Tensor, advantages: Tensor) -> float:
     return float(moments.mean()) if moments.numel() else 0.0
 
 
+def fixed_range(config: LossConfig, logprobs: Tensor, old: Tensor, advantages: Tensor) -> RatioRange:
+    """1 - `clip_low` to 1 + `clip_high`, whatever the mini-batch."""
+    return RatioRange(1 - config.clip_low, 1 + config.clip_high, mean_moment(logprobs, old, advantages))
+
+
 def m2po_range(logprobs: Tensor, old: Tensor, advantages: Tensor, threshold: float) -> RatioRange:
     """M2PO's ratio range from the whole mini-batch's arrays [N] ("Prosperity before Collapse", arXiv:2510.01161).
 

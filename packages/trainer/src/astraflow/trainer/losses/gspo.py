@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..config import LossConfig
-from .clipped import clipped_surrogate, mean_moment
+from .clipped import clipped_surrogate, fixed_range
 from .interface import LOG_RATIO_BOUND, LossInputs, RatioRange, TokenLoss
 
 
@@ -31,8 +31,7 @@ class Gspo:
         self._config = config
 
     def range(self, logprobs: Tensor, old: Tensor, advantages: Tensor) -> RatioRange:
-        moment = mean_moment(logprobs, old, advantages)
-        return RatioRange(1 - self._config.clip_low, 1 + self._config.clip_high, moment)
+        return fixed_range(self._config, logprobs, old, advantages)
 
     def tokens(self, inputs: LossInputs, bounds: RatioRange) -> TokenLoss:
         mean = sequence_means((inputs.logprobs - inputs.old).detach(), inputs.sequence)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from ..config import LOSS_NAMES, LossConfig
-from .clipped import Clipped, mean_moment
+from .clipped import Clipped, fixed_range
 from .gspo import Gspo
 from .interface import LossInputs, PolicyLoss, RatioRange, TokenLoss
 from .soft import Cispo, Sapo
@@ -26,8 +26,7 @@ class UserLoss:
         self._function, self._config = function, config
 
     def range(self, logprobs: Tensor, old: Tensor, advantages: Tensor) -> RatioRange:
-        moment = mean_moment(logprobs, old, advantages)
-        return RatioRange(1 - self._config.clip_low, 1 + self._config.clip_high, moment)
+        return fixed_range(self._config, logprobs, old, advantages)
 
     def tokens(self, inputs: LossInputs, bounds: RatioRange) -> TokenLoss:
         result = self._function(inputs, self._config)

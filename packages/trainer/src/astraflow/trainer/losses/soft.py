@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..config import LossConfig
-from .clipped import mean_moment
+from .clipped import fixed_range, mean_moment
 from .interface import LOG_RATIO_BOUND, LossInputs, RatioRange, TokenLoss, bounded_ratio
 
 
@@ -47,8 +47,7 @@ class Cispo:
         self._config = config
 
     def range(self, logprobs: Tensor, old: Tensor, advantages: Tensor) -> RatioRange:
-        moment = mean_moment(logprobs, old, advantages)
-        return RatioRange(1 - self._config.clip_low, 1 + self._config.clip_high, moment)
+        return fixed_range(self._config, logprobs, old, advantages)
 
     def tokens(self, inputs: LossInputs, bounds: RatioRange) -> TokenLoss:
         ratio = bounded_ratio(inputs.logprobs, inputs.old).detach()
