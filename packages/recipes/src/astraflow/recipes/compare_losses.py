@@ -5,9 +5,9 @@ One solver learns sums under each loss of `LOSSES` in turn. What differs between
 
 from __future__ import annotations
 
-import io
 import statistics
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,14 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from astraflow.dataflow import EvalSuite, ListSource, PromptSource, Sampling
 from astraflow.trainer import LossConfig, TrainerConfig
 
-from .config import ConfigError, DataConfig, EvalConfig, PolicyConfig, RolloutConfig, RunConfig
-from .math_tasks import MathTask, held_out_prompts, train_prompts
-from .recipe import Headline, Recipe
-from .rundir import RunDirectory, RunWriter, write_atomic
+from .comparing import leave, png, steps_of
+from .config import ConfigError, DataConfig, EvalConfig, PolicyConfig, RolloutConfig
+from .math_tasks import MathTask
+from .recipe import Recipe
+from .rundir import RunDirectory, RunWriter
+from .sums import SOLVER, SOLVER_ONLY, SumsConfig, SumsParts
 
 LOSSES: Mapping[str, LossConfig] = {
     "m2po": LossConfig(name="m2po"),
@@ -43,10 +44,9 @@ SMOOTH = 5
 """Steps over which a drawn curve is averaged."""
 
 
-class LossesConfig(RunConfig, frozen=True, kw_only=True):
+class LossesConfig(SumsConfig, frozen=True, kw_only=True):
     """The same solver under several losses."""
 
-    task: MathTask = MathTask()
     losses: tuple[str, ...] = tuple(LOSSES)
     """What is compared."""
 
@@ -107,11 +107,7 @@ async def compare(
         runs.append(await run_loss(recipe, loss_config(config, name), name, run, models, device))
         console.print(f"{name}: accuracy {runs[-1].after:.3f}, {runs[-1].seconds:.0f} s", highlight=False)
     comparison = LossComparison(steps=config.steps, seed=config.seed, runs=tuple(runs))
-    raw, picture = run.path / "comparison.json", run.path / "comparison.png"
-    write_atomic(raw, msgspec.json.format(msgspec.json.encode(comparison), indent=2))
-    write_atomic(picture, await anyio.to_thread.run_sync(plot, comparison))
-    console.print(table(comparison))
-    console.print(f"raw figures in {raw}, drawn in {picture}", highlight=False, soft_wrap=True)
+    await leave(comparison, table(comparison), partial(plot, comparison), run, console)
     return comparison
 
 
@@ -130,8 +126,7 @@ async def run_loss(
     directory = RunDirectory.create(msgspec.structs.replace(config, out=str(run.path), name=name), recipe.name)
     with RunWriter(directory).running() as writer:
         result = await run_services(recipe, config, directory, models, device, writer, Console(quiet=True))
-    records = map(msgspec.json.decode, directory.metrics_file.read_bytes().splitlines())
-    steps = [record for record in records if record["kind"] == "step"]
+    steps = steps_of(directory)
 
     def column(key: str) -> tuple[float, ...]:
         return tuple(float(step.get(key, 0.0)) for step in steps)
@@ -198,24 +193,7 @@ def plot(comparison: LossComparison) -> bytes:
     left.set(xlabel="step", ylabel=f"mean reward of the batch (mean of {SMOOTH} steps)")
     right.set(xlabel="step", ylabel="KL to the reference, per token")
     left.legend(fontsize="small", ncols=2)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=120)
-    return buffer.getvalue()
-
-
-class LossesParts:
-    """Prompts and evaluation of the recipe."""
-
-    def source(self, config: LossesConfig, /) -> PromptSource:
-        return ListSource(train_prompts(config.task, seed=config.seed), seed=config.seed)
-
-    def suites(self, config: LossesConfig, /) -> list[EvalSuite]:
-        sampling = {
-            name: Sampling(max_new_tokens=policy.max_new_tokens, temperature=0.0)
-            for name, policy in config.policies.items()
-        }
-        problems = tuple(held_out_prompts(config.task, config.eval.problems))
-        return [EvalSuite(name="solver", prompts=problems, workflow="solver_only", sampling=sampling)]
+    return png(figure)
 
 
 TINY = LossesConfig(
@@ -237,14 +215,14 @@ LAPTOP = LossesConfig(
 RECIPE: Recipe[LossesConfig] = Recipe(
     name="compare-losses",
     summary="every loss for the same steps from the same start; a plot of reward and KL",
-    parts=LossesParts(),
+    parts=SumsParts(),
     presets={"tiny": TINY, "laptop": LAPTOP},
     default_preset="tiny",
     gpu_preset="laptop",
     workflow="solver_only",
-    workflows={"solver_only": "astraflow.recipes.math_workflows:solver_only"},
+    workflows=SOLVER_ONLY,
     suites=("solver",),
-    headlines=(Headline(title="solver", suite="solver", metric="solver_correct"),),
+    headlines=(SOLVER,),
     view_metrics=("solver_correct",),
     comparison="astraflow.recipes.compare_losses:compare",
 )

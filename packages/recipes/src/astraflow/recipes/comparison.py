@@ -7,6 +7,7 @@ is evaluated after equal shares of them, on the same held-out problems.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,14 @@ from rich.console import Console
 
 from astraflow.dataflow import Control, DataflowService, Evaluation, Status
 
+from .comparing import leave, steps_of
 from .comparison_report import plot, table
 from .config import ConfigError
 from .driver import Driver, RunResult
 from .inprocess import run_services
 from .math_efficient_data import EfficientConfig, variant_config
 from .recipe import Recipe
-from .rundir import RunDirectory, RunWriter, write_atomic
+from .rundir import RunDirectory, RunWriter
 from .serve import prepare_torch
 from .services import resolve_device, resolve_models
 from .summary import find
@@ -142,11 +144,7 @@ async def compare(
                 highlight=False,
             )
     comparison = Comparison(recipe=recipe.name, rollouts=config.rollouts, runs=tuple(runs))
-    raw, picture = run.path / "comparison.json", run.path / "comparison.png"
-    write_atomic(raw, msgspec.json.format(msgspec.json.encode(comparison), indent=2))
-    write_atomic(picture, await anyio.to_thread.run_sync(plot, comparison))
-    console.print(table(comparison))
-    console.print(f"raw figures in {raw}, drawn in {picture}", highlight=False, soft_wrap=True)
+    await leave(comparison, table(comparison), partial(plot, comparison), run, console)
     return comparison
 
 
@@ -185,12 +183,6 @@ async def run_variant(
             recipe, config, directory, models, device, writer, Console(quiet=True), make_driver=driver
         )
     return summarise(name, config, result, drivers[0].points, steps_of(directory))
-
-
-def steps_of(directory: RunDirectory) -> list[dict[str, Any]]:
-    """The figures of the run's steps, from the file its writer has closed."""
-    lines = directory.metrics_file.read_bytes().splitlines()
-    return [record for record in map(msgspec.json.decode, lines) if record["kind"] == "step"]
 
 
 def summarise(

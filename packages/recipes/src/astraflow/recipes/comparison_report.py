@@ -5,13 +5,13 @@ Pure functions of the figures.
 
 from __future__ import annotations
 
-import io
 import statistics
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
+from .comparing import png
 from .math_efficient_data import VARIANTS
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def plot(comparison: Comparison) -> bytes:
     left.axvline(comparison.rollouts, color="0.8", zorder=0)
     left.legend(fontsize="small")
     _bars(right, variants)
-    return _png(figure)
+    return png(figure)
 
 
 def _curves(axes: Any, runs: Sequence[VariantRun], title: str, color: str) -> None:
@@ -101,9 +101,3 @@ def _bars(axes: Any, variants: dict[str, list[VariantRun]]) -> None:
     axes.set_ylabel("samples, mean over seeds")
     axes.margins(y=0.25)
     axes.legend(fontsize="small")
-
-
-def _png(figure: Any) -> bytes:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=120)
-    return buffer.getvalue()

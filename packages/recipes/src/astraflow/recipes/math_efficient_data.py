@@ -10,12 +10,13 @@ from collections.abc import Mapping
 
 import msgspec
 
-from astraflow.dataflow import EvalSuite, ListSource, PromptSource, Replay, Sampling
+from astraflow.dataflow import Replay
 from astraflow.trainer import LossConfig, TrainerConfig
 
-from .config import ConfigError, DataConfig, EvalConfig, PolicyConfig, RolloutConfig, RunConfig
-from .math_tasks import MathTask, held_out_prompts, train_prompts
-from .recipe import Headline, Recipe
+from .config import ConfigError, DataConfig, EvalConfig, PolicyConfig, RolloutConfig
+from .math_tasks import MathTask
+from .recipe import Recipe
+from .sums import SOLVER, SOLVER_ONLY, SumsConfig, SumsParts
 
 DYNAMIC_SAMPLING = ("zero_advantage",)
 GRESO = ("greso",)
@@ -43,10 +44,9 @@ VARIANTS: Mapping[str, Variant] = {
 }
 
 
-class EfficientConfig(RunConfig, frozen=True, kw_only=True):
+class EfficientConfig(SumsConfig, frozen=True, kw_only=True):
     """The same solver under several data algorithms."""
 
-    task: MathTask = MathTask()
     variants: tuple[str, ...] = ("vanilla", "ds", "ds_replay", "ds_replay_greso")
     """What is compared."""
     seeds: int = 3
@@ -73,21 +73,6 @@ def variant_config(config: EfficientConfig, name: str, seed: int) -> EfficientCo
         replay=replace(config.data.replay, ratio=variant.replay_ratio),
     )
     return replace(config, seed=seed, data=data)
-
-
-class EfficientParts:
-    """Prompts and evaluation of the recipe."""
-
-    def source(self, config: EfficientConfig, /) -> PromptSource:
-        return ListSource(train_prompts(config.task, seed=config.seed), seed=config.seed)
-
-    def suites(self, config: EfficientConfig, /) -> list[EvalSuite]:
-        sampling = {
-            name: Sampling(max_new_tokens=policy.max_new_tokens, temperature=0.0)
-            for name, policy in config.policies.items()
-        }
-        problems = tuple(held_out_prompts(config.task, config.eval.problems))
-        return [EvalSuite(name="solver", prompts=problems, workflow="solver_only", sampling=sampling)]
 
 
 LAPTOP = EfficientConfig(
@@ -122,14 +107,14 @@ GPU = EfficientConfig(
 RECIPE: Recipe[EfficientConfig] = Recipe(
     name="math-efficient-data",
     summary="vanilla, dynamic sampling, replay and GRESO compared at equal rollouts",
-    parts=EfficientParts(),
+    parts=SumsParts(),
     presets={"laptop": LAPTOP, "tiny": TINY, "gpu": GPU},
     default_preset="laptop",
     gpu_preset="gpu",
     workflow="solver_only",
-    workflows={"solver_only": "astraflow.recipes.math_workflows:solver_only"},
+    workflows=SOLVER_ONLY,
     suites=("solver",),
-    headlines=(Headline(title="solver", suite="solver", metric="solver_correct"),),
+    headlines=(SOLVER,),
     view_metrics=("solver_correct",),
     comparison="astraflow.recipes.comparison:compare",
 )

@@ -8,39 +8,31 @@ from __future__ import annotations
 
 import msgspec
 
-from astraflow.dataflow import EvalSuite, ListSource, PromptSource, Sampling
+from astraflow.dataflow import EvalSuite
 from astraflow.trainer import LossConfig, TrainerConfig
 
-from .config import EvalConfig, PolicyConfig, RolloutConfig, RunConfig
-from .math_tasks import MathTask, held_out_prompts, train_prompts, with_claims
+from .config import EvalConfig, PolicyConfig, RolloutConfig
+from .math_tasks import MathTask, held_out_prompts, with_claims
 from .recipe import Headline, Recipe
+from .sums import SOLVER, SumsConfig, SumsParts, greedy
 
 WORKFLOWS = "astraflow.recipes.math_workflows"
 
 
-class MathConfig(RunConfig, frozen=True, kw_only=True):
+class MathConfig(SumsConfig, frozen=True, kw_only=True):
     """Solver and verifier learn sums."""
 
-    task: MathTask = MathTask()
 
-
-class MathParts:
+class MathParts(SumsParts):
     """Prompts and evaluations of the recipe."""
 
-    def source(self, config: MathConfig, /) -> PromptSource:
-        return ListSource(train_prompts(config.task, seed=config.seed), seed=config.seed)
-
-    def suites(self, config: MathConfig, /) -> list[EvalSuite]:
+    def suites(self, config: SumsConfig, /) -> list[EvalSuite]:
         n = config.eval.problems
         if n == 0:
             return []
         problems = tuple(held_out_prompts(config.task, n))
         reworded = tuple(held_out_prompts(msgspec.structs.replace(config.task, wording="other"), n))
-        sampling = {
-            name: Sampling(max_new_tokens=policy.max_new_tokens, temperature=0.0)
-            for name, policy in config.policies.items()
-        }
-
+        sampling = greedy(config)
         return [
             EvalSuite(name="solver", prompts=problems, workflow="solver_only", n_samples=1, sampling=sampling),
             EvalSuite(name="reworded", prompts=reworded, workflow="solver_only", n_samples=1, sampling=sampling),
@@ -56,7 +48,7 @@ class MathParts:
 
 
 HEADLINES = (
-    Headline(title="solver", suite="solver", metric="solver_correct"),
+    SOLVER,
     Headline(title="solver, lenient parser", suite="solver", metric="solver_lenient"),
     Headline(title="solver, other wording", suite="reworded", metric="solver_correct"),
     Headline(title="solver, other wording, lenient", suite="reworded", metric="solver_lenient"),
