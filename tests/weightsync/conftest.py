@@ -12,19 +12,24 @@ import numpy as np
 import pytest
 from moto.server import ThreadedMotoServer
 
-from astraflow.weightsync import DirectoryStore, MemoryStore, ObjectStore, Puller, Store, TensorSink
+from astraflow.weightsync import DirectoryStore, MemoryStore, ObjectStore, Publisher, Puller, Store, TensorSink
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 
 
+@pytest.fixture
+def memory(request: pytest.FixtureRequest) -> Iterator[MemoryStore]:
+    store = MemoryStore(request.node.name)
+    yield store
+    store.close()
+
+
 @pytest.fixture(params=["memory", "directory"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     if request.param == "directory":
-        yield DirectoryStore(tmp_path / "store")
-        return
-    memory = MemoryStore(request.node.name)
-    yield memory
-    memory.close()
+        return DirectoryStore(tmp_path / "store")
+    memory: MemoryStore = request.getfixturevalue("memory")
+    return memory
 
 
 @pytest.fixture(scope="session")
@@ -110,6 +115,27 @@ def pulled(zeros: Callable[[Arrays], Arrays]) -> Callable[[Store, Arrays], Await
         return live
 
     return pull
+
+
+@pytest.fixture
+def in_turn(
+    change: Callable[[Arrays, int], None], same: Callable[[Arrays, Arrays], bool]
+) -> Callable[[Publisher, Arrays, Puller, Arrays, int], Awaitable[list[str]]]:
+    """Publish a model so many times, changed in between, and pull each version at once; the kinds of the pulls."""
+
+    async def run(publisher: Publisher, model: Arrays, puller: Puller, live: Arrays, versions: int) -> list[str]:
+        kinds: list[str] = []
+        for version in range(versions):
+            await publisher.publish(model, version)
+            assert await puller.wait(20)
+            pulled = await puller.pull()
+            assert pulled is not None
+            kinds.append(pulled.kind)
+            assert same(live, model)
+            change(model, version)
+        return kinds
+
+    return run
 
 
 @pytest.fixture

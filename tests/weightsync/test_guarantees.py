@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +42,6 @@ Arrays = dict[str, np.ndarray[Any, Any]]
 Change = Callable[[Arrays, int], None]
 Copy = Callable[[Arrays], Arrays]
 Same = Callable[[Arrays, Arrays], bool]
-
-
-@pytest.fixture
-def memory() -> Iterator[MemoryStore]:
-    store = MemoryStore("guarantees")
-    yield store
-    store.close()
 
 
 def root(tensors: Arrays, frame_bytes: int) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ import pytest
 from astraflow.weightsync import ObjectStore, Publisher, Puller, Retention, StaleIncarnation, TensorSink, open_store
 
 Arrays = dict[str, np.ndarray[Any, Any]]
+InTurn = Callable[[Publisher, Arrays, Puller, Arrays, int], Awaitable[list[str]]]
 
 
 def test_put_read_list_delete(bucket: ObjectStore) -> None:
@@ -75,22 +76,14 @@ async def test_publish_and_pull(
     bucket: ObjectStore,
     small_frames: int,
     model: Arrays,
-    change: Callable[[Arrays, int], None],
     copy: Callable[[Arrays], Arrays],
     same: Callable[[Arrays, Arrays], bool],
+    in_turn: InTurn,
 ) -> None:
     live = copy(model)
     first = Publisher(bucket, stream="s", incarnation=1)
     puller = Puller(open_store(bucket.url), TensorSink(live))
-    kinds = []
-    for version in range(3):
-        await first.publish(model, version)
-        pulled = await puller.pull()
-        assert pulled is not None
-        kinds.append(pulled.kind)
-        assert same(live, model)
-        change(model, version)
-    assert kinds == ["full", "delta", "delta"]
+    assert await in_turn(first, model, puller, live, 3) == ["full", "delta", "delta"]
     await Publisher(open_store(bucket.url), stream="s", incarnation=2, retention=Retention(versions=1)).publish(
         model, 1
     )

@@ -35,10 +35,11 @@ def bytes_of(directory: Path, model: Arrays) -> bool:
     return (directory / "current" / "model.safetensors").read_bytes().endswith(body)
 
 
-async def test_mapped_files_take_turns(memory_directory: Path, model: Arrays, change: Change) -> None:
-    store = MemoryStore("mapped")
-    publisher = Publisher(store, stream="s", incarnation=1)
-    puller = Puller(store, SafetensorsSink(memory_directory))
+async def test_mapped_files_take_turns(
+    memory: MemoryStore, memory_directory: Path, model: Arrays, change: Change
+) -> None:
+    publisher = Publisher(memory, stream="s", incarnation=1)
+    puller = Puller(memory, SafetensorsSink(memory_directory))
     inodes = []
     for version in range(6):
         change(model, version)
@@ -49,21 +50,19 @@ async def test_mapped_files_take_turns(memory_directory: Path, model: Arrays, ch
     assert len(set(inodes)) == 2
     assert inodes[:2] * 3 == inodes
 
-    again = Puller(store, SafetensorsSink(memory_directory))  # a restart
+    again = Puller(memory, SafetensorsSink(memory_directory))  # a restart
     for version in range(6, 9):
         change(model, version)
         await publisher.publish(model, version)
         assert await again.pull() is not None
         assert bytes_of(memory_directory, model)
-    store.close()
 
 
 async def test_who_has_the_file_keeps_reading_one_version(
-    memory_directory: Path, model: Arrays, change: Change
+    memory: MemoryStore, memory_directory: Path, model: Arrays, change: Change
 ) -> None:
-    store = MemoryStore("held")
-    publisher = Publisher(store, stream="s", incarnation=1)
-    puller = Puller(store, SafetensorsSink(memory_directory))
+    publisher = Publisher(memory, stream="s", incarnation=1)
+    puller = Puller(memory, SafetensorsSink(memory_directory))
     held = []
     for version in range(5):
         change(model, version)
@@ -75,13 +74,13 @@ async def test_who_has_the_file_keeps_reading_one_version(
     for mapped, was in held:
         assert mapped[:] == was
         mapped.close()
-    store.close()
 
 
-async def test_a_wrong_base_in_a_mapping_serves_on(memory_directory: Path, model: Arrays, change: Change) -> None:
-    store = MemoryStore("torn")
-    publisher = Publisher(store, stream="s", incarnation=1)
-    puller = Puller(store, SafetensorsSink(memory_directory))
+async def test_a_wrong_base_in_a_mapping_serves_on(
+    memory: MemoryStore, memory_directory: Path, model: Arrays, change: Change
+) -> None:
+    publisher = Publisher(memory, stream="s", incarnation=1)
+    puller = Puller(memory, SafetensorsSink(memory_directory))
     for version in range(3):
         change(model, version)
         await publisher.publish(model, version)
@@ -100,7 +99,6 @@ async def test_a_wrong_base_in_a_mapping_serves_on(memory_directory: Path, model
     assert report is not None
     assert report.kind == "full"
     assert bytes_of(memory_directory, model)
-    store.close()
 
 
 def test_a_file_with_holes_is_not_mapped(memory_directory: Path) -> None:

@@ -137,11 +137,13 @@ async def test_a_file_that_is_no_safetensors_file_is_refused(tmp_path: Path, dat
     assert not (tmp_path / "store" / "HEAD").exists()
 
 
-async def test_a_directory_whose_index_leads_elsewhere_is_refused(tmp_path: Path, model: Arrays) -> None:
+async def test_a_directory_whose_index_leads_elsewhere_is_refused(
+    memory: MemoryStore, tmp_path: Path, model: Arrays
+) -> None:
     safetensors.numpy.save_file(model, tmp_path / "secret.safetensors")
     inside = tmp_path / "model"
     inside.mkdir()
-    publisher = Publisher(MemoryStore("index"), stream="s", incarnation=1)
+    publisher = Publisher(memory, stream="s", incarnation=1)
     index: Any
     for index in ({"weight_map": {"t": "../secret.safetensors"}}, {"weight_map": {"t": 3}}, {}, []):
         (inside / "model.safetensors.index.json").write_text(json.dumps(index))

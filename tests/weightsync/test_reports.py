@@ -77,34 +77,33 @@ async def test_a_publish_and_a_pull_account_for_themselves(store: Store, copy: C
 
 
 @pytest.mark.parametrize("codec", get_args(Codec))
-async def test_the_codec_that_is_asked_for(codec: Codec, copy: Copy, same: Same, tmp_path: Path) -> None:
-    store = MemoryStore(f"codec-{codec}")
-    publisher = Publisher(store, stream="s", incarnation=1, codec=codec)
+async def test_the_codec_that_is_asked_for(
+    memory: MemoryStore, codec: Codec, copy: Copy, same: Same, tmp_path: Path
+) -> None:
+    publisher = Publisher(memory, stream="s", incarnation=1, codec=codec)
     live = copy(weights(0))
-    pullers = [Puller(store, TensorSink(live)), Puller(store, SafetensorsSink(tmp_path))]
+    pullers = [Puller(memory, TensorSink(live)), Puller(memory, SafetensorsSink(tmp_path))]
     for version in range(3):
         report = await publisher.publish(weights(version), version)
         for puller in pullers:
             await pulled(puller)
         assert same(live, weights(version))
     assert ("l2" if codec == "auto" else codec) in report.codecs
-    store.close()
 
 
-def test_an_unknown_codec_is_named() -> None:
-    store = MemoryStore("unknown")
+def test_an_unknown_codec_is_named(memory: MemoryStore) -> None:
     with pytest.raises(ValueError, match=f"codec 'zip' is unknown; there are {', '.join(CODECS)}"):
-        Publisher(store, stream="s", incarnation=1, codec="zip")  # type: ignore[arg-type]
-    store.close()
+        Publisher(memory, stream="s", incarnation=1, codec="zip")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("change", ["little", "much"])
-async def test_a_base_aware_delta_on_other_weights_is_a_wrong_base(change: str, copy: Copy, same: Same) -> None:
+async def test_a_base_aware_delta_on_other_weights_is_a_wrong_base(
+    memory: MemoryStore, change: str, copy: Copy, same: Same
+) -> None:
     """Whether the decoder notices (a rank that its class has not), or the digest."""
-    store = MemoryStore(f"wrong-{change}")
-    publisher = Publisher(store, stream="s", incarnation=1, codec="l2")
+    publisher = Publisher(memory, stream="s", incarnation=1, codec="l2")
     live = copy(weights(0))
-    puller = Puller(store, TensorSink(live))
+    puller = Puller(memory, TensorSink(live))
     await publisher.publish(weights(0), 0)
     await pulled(puller)
     await publisher.publish(weights(1), 1)
@@ -118,15 +117,13 @@ async def test_a_base_aware_delta_on_other_weights_is_a_wrong_base(change: str, 
     assert same(live, behind)
     assert (await pulled(puller)).kind == "full"
     assert same(live, weights(1))
-    store.close()
 
 
-async def test_a_chain_that_comes_and_goes(copy: Copy, same: Same, tmp_path: Path) -> None:
+async def test_a_chain_that_comes_and_goes(memory: MemoryStore, copy: Copy, same: Same, tmp_path: Path) -> None:
     """Several versions behind, over values that change and change back, in a file and in memory."""
-    store = MemoryStore("chain")
-    publisher = Publisher(store, stream="s", incarnation=1)
+    publisher = Publisher(memory, stream="s", incarnation=1)
     live = copy(weights(0))
-    pullers = [Puller(store, TensorSink(live)), Puller(store, SafetensorsSink(tmp_path))]
+    pullers = [Puller(memory, TensorSink(live)), Puller(memory, SafetensorsSink(tmp_path))]
     await publisher.publish(weights(0), 0)
     for puller in pullers:
         await pulled(puller)
@@ -137,4 +134,3 @@ async def test_a_chain_that_comes_and_goes(copy: Copy, same: Same, tmp_path: Pat
         assert (report.kind, report.version) == ("chain", 5)
         assert report.codecs["l2"] == 4
     assert same(live, weights(3))
-    store.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -29,17 +29,17 @@ from astraflow.weightsync import (
     ShardedPublisher,
     StaleIncarnation,
     Store,
-    TensorSink,
     WeightSyncError,
 )
 from astraflow.weightsync.layout import cut
-from astraflow.weightsync.manifest import HEAD, Manifest, decode_head, decode_manifest, manifest_key
+from astraflow.weightsync.manifest import HEAD, Manifest, decode_head, read_manifest
 from astraflow.weightsync.shards import assign, extents_of, held, layout_of, rounds_of
 from astraflow.weightsync.tensors import spec_of
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 Change = Callable[[Arrays, int], None]
 Same = Callable[[Arrays, Arrays], bool]
+Pulled = Callable[[Store, Arrays], Awaitable[Arrays]]
 
 
 def shards(model: Arrays, world_size: int, rank: int, replicated: Sequence[str] = ("mask",)) -> list[Piece]:
@@ -88,19 +88,12 @@ def small_sharded_frames(small_frames: int, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def newest(store: Store) -> Manifest:
-    ref = decode_head(store.read(HEAD)).newest
-    return decode_manifest(store.read(manifest_key(ref.incarnation, ref.version)), ref)
-
-
-async def pulled(store: Store, model: Arrays) -> Arrays:
-    live = {name: np.zeros_like(tensor) for name, tensor in model.items()}
-    assert await Puller(store, TensorSink(live)).pull() is not None
-    return live
+    return read_manifest(store, decode_head(store.read(HEAD)).newest)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7])
 async def test_the_version_is_that_of_one_publisher(
-    store: Store, tmp_path: Path, model: Arrays, change: Change, same: Same, world_size: int
+    store: Store, tmp_path: Path, model: Arrays, change: Change, same: Same, world_size: int, pulled: Pulled
 ) -> None:
     alone = DirectoryStore(tmp_path / "alone")
     publisher = Publisher(alone, stream="s", incarnation=1, anchor_every=3)
@@ -127,7 +120,7 @@ async def test_the_version_is_that_of_one_publisher(
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 async def test_an_anchor_is_a_hugging_face_directory(
-    store: Store, tmp_path: Path, model: Arrays, same: Same, world_size: int
+    store: Store, tmp_path: Path, model: Arrays, same: Same, world_size: int, pulled: Pulled
 ) -> None:
     """One file where the store can be written at offsets, else one a rank and an index; other tools read both."""
     await Ranks([store] * world_size).publish(model, 0)
@@ -258,58 +251,50 @@ class Failing(MemoryStore):
     ("rank", "point"), [(0, "delta-"), (1, "delta-"), (2, "delta-"), (1, "model-"), (0, "manifest"), (0, "swap")]
 )
 async def test_a_rank_that_fails_fails_the_version_on_all_and_the_next_one_is_a_delta_again(
-    model: Arrays, change: Change, same: Same, rank: int, point: str
+    memory: MemoryStore, model: Arrays, change: Change, same: Same, rank: int, point: str, pulled: Pulled
 ) -> None:
-    store = MemoryStore("failing-rank")
-    try:
-        views = [Failing(store) for _ in range(3)]
-        ranks = Ranks(views, anchor_every=2)
-        await ranks.publish(model, 0)
-        change(model, 1)
-        await ranks.publish(model, 1)
-        head = bytes(store.read(HEAD))
-        views[rank].fail = point
-        change(model, 2)
-        results = await ranks.outcomes([shards(model, 3, number) for number in ranks.numbers], 2)
-        assert isinstance(results[rank], OSError)
-        for number in set(ranks.numbers) - {rank}:
-            assert isinstance(results[number], WeightSyncError)
-            assert f"rank {rank}" in str(results[number])
-        assert bytes(store.read(HEAD)) == head
-        views[rank].fail = ""
-        change(model, 3)
-        report, *_ = await ranks.publish(model, 3)
-        assert report.delta_bytes > 0
-        assert same(await pulled(store, model), model)
-        assert not [key for key in store.list("") if "/v/2/" in key]
-    finally:
-        store.close()
+    views = [Failing(memory) for _ in range(3)]
+    ranks = Ranks(views, anchor_every=2)
+    await ranks.publish(model, 0)
+    change(model, 1)
+    await ranks.publish(model, 1)
+    head = bytes(memory.read(HEAD))
+    views[rank].fail = point
+    change(model, 2)
+    results = await ranks.outcomes([shards(model, 3, number) for number in ranks.numbers], 2)
+    assert isinstance(results[rank], OSError)
+    for number in set(ranks.numbers) - {rank}:
+        assert isinstance(results[number], WeightSyncError)
+        assert f"rank {rank}" in str(results[number])
+    assert bytes(memory.read(HEAD)) == head
+    views[rank].fail = ""
+    change(model, 3)
+    report, *_ = await ranks.publish(model, 3)
+    assert report.delta_bytes > 0
+    assert same(await pulled(memory, model), model)
+    assert not [key for key in memory.list("") if "/v/2/" in key]
 
 
 async def test_a_rank_that_cannot_advance_costs_the_next_version_its_delta(
-    model: Arrays, change: Change, same: Same
+    memory: MemoryStore, model: Arrays, change: Change, same: Same, pulled: Pulled
 ) -> None:
-    store = MemoryStore("not-advanced")
-    try:
-        views = [Failing(store) for _ in range(2)]
-        ranks = Ranks(views)
-        await ranks.publish(model, 0)
-        change(model, 1)
-        views[1].fail = "ws?read"
-        await ranks.publish(model, 1)
-        views[1].fail = ""
-        change(model, 2)
-        report, *_ = await ranks.publish(model, 2)
-        assert (report.anchor, report.delta_bytes) == (True, 0)
-        assert same(await pulled(store, model), model)
-        change(model, 3)
-        assert not (await ranks.publish(model, 3))[0].anchor
-    finally:
-        store.close()
+    views = [Failing(memory) for _ in range(2)]
+    ranks = Ranks(views)
+    await ranks.publish(model, 0)
+    change(model, 1)
+    views[1].fail = "ws?read"
+    await ranks.publish(model, 1)
+    views[1].fail = ""
+    change(model, 2)
+    report, *_ = await ranks.publish(model, 2)
+    assert (report.anchor, report.delta_bytes) == (True, 0)
+    assert same(await pulled(memory, model), model)
+    change(model, 3)
+    assert not (await ranks.publish(model, 3))[0].anchor
 
 
 async def test_a_rank_that_is_gone_is_told_and_new_ranks_go_on(
-    store: Store, model: Arrays, change: Change, same: Same
+    store: Store, model: Arrays, change: Change, same: Same, pulled: Pulled
 ) -> None:
     ranks = Ranks([store] * 3, timeout_s=0.3)
     await ranks.publish(model, 0)
@@ -344,7 +329,7 @@ async def test_a_later_incarnation_fences_all_ranks(store: Store, model: Arrays,
 
 
 async def test_one_publisher_follows_several_ranks_and_the_other_way_round(
-    store: Store, model: Arrays, change: Change, same: Same
+    store: Store, model: Arrays, change: Change, same: Same, pulled: Pulled
 ) -> None:
     await Ranks([store] * 3).publish(model, 0)
     change(model, 1)
@@ -354,13 +339,6 @@ async def test_one_publisher_follows_several_ranks_and_the_other_way_round(
     many, *_ = await Ranks([store] * 2, incarnation=3).publish(model, 2)
     assert many.anchor
     assert same(await pulled(store, model), model)
-
-
-@pytest.fixture
-def memory() -> Iterator[MemoryStore]:
-    store = MemoryStore("sharded")
-    yield store
-    store.close()
 
 
 async def test_tensors_that_change_between_a_frame_and_its_anchor_file_are_noticed(
@@ -377,7 +355,9 @@ async def test_tensors_that_change_between_a_frame_and_its_anchor_file_are_notic
     assert all(isinstance(result, WeightSyncError) and "changed while" in str(result) for result in results)
 
 
-async def test_ranks_publish_into_a_bucket(bucket: Store, model: Arrays, change: Change, same: Same) -> None:
+async def test_ranks_publish_into_a_bucket(
+    bucket: Store, model: Arrays, change: Change, same: Same, pulled: Pulled
+) -> None:
     ranks = Ranks([bucket] * 2)
     for version in range(2):
         await ranks.publish(model, version)

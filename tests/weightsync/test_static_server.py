@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from werkzeug.wrappers import Request, Response
 from astraflow.weightsync import DirectoryStore, Publisher, Puller, TensorSink, open_store
 
 Arrays = dict[str, np.ndarray[Any, Any]]
+InTurn = Callable[[Publisher, Arrays, Puller, Arrays, int], Awaitable[list[str]]]
 
 
 @pytest.fixture
@@ -40,29 +41,14 @@ def static(tmp_path: Path) -> Iterator[str]:
 
 
 async def test_publish_and_pull(
-    tmp_path: Path,
-    static: str,
-    small_frames: int,
-    model: Arrays,
-    change: Callable[[Arrays, int], None],
-    copy: Callable[[Arrays], Arrays],
-    same: Callable[[Arrays, Arrays], bool],
+    tmp_path: Path, static: str, small_frames: int, model: Arrays, copy: Callable[[Arrays], Arrays], in_turn: InTurn
 ) -> None:
     store = DirectoryStore(tmp_path / "store")
     publisher = Publisher(store, stream="s", incarnation=1)
     live = copy(model)
     puller = Puller(open_store(static), TensorSink(live))
     assert not await puller.wait(0.05)
-    kinds = []
-    for version in range(3):
-        await publisher.publish(model, version)
-        assert await puller.wait(20)
-        pulled = await puller.pull()
-        assert pulled is not None
-        kinds.append(pulled.kind)
-        assert same(live, model)
-        change(model, version)
-    assert kinds == ["full", "delta", "delta"]
+    assert await in_turn(publisher, model, puller, live, 3) == ["full", "delta", "delta"]
     assert store.list("leases/") == []
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ Arrays = dict[str, np.ndarray[Any, Any]]
 Change = Callable[[Arrays, int], None]
 Copy = Callable[[Arrays], Arrays]
 Same = Callable[[Arrays, Arrays], bool]
+InTurn = Callable[[Publisher, Arrays, Puller, Arrays, int], Awaitable[list[str]]]
 
 DTYPES = ["?", "u1", "i1", "u2", "i2", "f2", "u4", "i4", "f4", "u8", "i8", "f8"]
 SHAPES = hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=9)
@@ -140,19 +141,12 @@ async def test_a_sink_several_versions_behind_follows_the_chain(
 
 
 async def test_published_mode_syncs_fully_at_its_interval(
-    store: Store, small_frames: int, model: Arrays, change: Change, copy: Copy, same: Same
+    store: Store, small_frames: int, model: Arrays, copy: Copy, in_turn: InTurn
 ) -> None:
     live = copy(model)
     publisher = Publisher(store, stream="s", incarnation=1, anchor_every=3)
     puller = Puller(store, TensorSink(live), mode="published", interval=3)
-    kinds = []
-    for version in range(7):
-        await publisher.publish(model, version)
-        pulled = await puller.pull()
-        assert pulled is not None
-        kinds.append(pulled.kind)
-        assert same(live, model)
-        change(model, version)
+    kinds = await in_turn(publisher, model, puller, live, 7)
     assert kinds == ["full", "delta", "delta", "full", "delta", "delta", "full"]
 
 

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,13 +16,6 @@ Model = dict[str, torch.Tensor]
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
     torch.set_num_threads(1)
-
-
-@pytest.fixture
-def memory() -> Iterator[MemoryStore]:
-    store = MemoryStore("tensors")
-    yield store
-    store.close()
 
 
 def bf16(seed: int = 0) -> Model:
